@@ -89,6 +89,7 @@ class RequestSlots(NamedTuple):
         window: w, in tokens.
         seed: seed of the request's draws, or None for the seed that it has anyway.
         shift: number of tokens that the kernels do not count: those of a compressed prompt that are not retained.
+        left: tokens of the compressed prompt, whose blocks precede those of the request in its row.
         cartridges: cartridges in front of the prompt, in order.
     """
 
@@ -98,6 +99,7 @@ class RequestSlots(NamedTuple):
     window: int
     seed: int | None = None
     shift: int = 0
+    left: int = 0
     cartridges: tuple[Placed, ...] = ()
 
     def begins_tail(self, start: int, end: int) -> bool:
@@ -105,7 +107,15 @@ class RequestSlots(NamedTuple):
         return 0 < self.prefix and start <= self.prefix < end
 
 
-NUMBERS = {"prefix": "int64", "made_slots": "int64", "budget": "int32", "window": "int32", "seed": "int64"}
+NUMBERS = {
+    "prefix": "int64",
+    "made_slots": "int64",
+    "budget": "int32",
+    "window": "int32",
+    "seed": "int64",
+    "shift": "int64",
+    "left": "int64",
+}
 """Numbers of :class:`RequestSlots` that are sent to a device, and their types."""
 OPTIONS = {"windows": "window", "seeds": "seed"}
 """Numbers that ``ops.decode_step`` takes of every request besides its budget, by the name of the argument."""

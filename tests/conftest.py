@@ -76,6 +76,9 @@ Other tests carry the marker ``slow`` themselves.
 NIGHTLY = {
     "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-2"],
+    "engine/test_cuda.py": ["[nightly"],
+    "engine/test_cuda_late.py": ["[rkv, pyramid", "[triattention-"],
+    "engine/test_draft_models.py": ["test_a_chat_goes_on", "test_chunks_and_preemption"],
     "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2"],
     "engine/test_first_tokens.py": ["[vase", "[random", "[h2o-pyramid"],
     "engine/test_kinds.py": ["qwen3_5_text-kvpop", "qwen3_5_text-h2o"],

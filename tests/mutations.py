@@ -125,7 +125,7 @@ FAULTS = {
         # the first round is too late
         ("m == 0 and end - 1 + m >«=→» full and end >", f"{PRODUCT} -k 'protected_prompts and (vase or rkv)'"),
         # the oldest alike is spared
-        ("newest = «count - 1 - alike.flip(1)→alike».byte().argmax(1)", "tests/kernels/test_rounds.py -k resemble"),
+        ("newest = «count - 1 - alike.flip(2)→alike».byte().argmax(2)", "tests/kernels/test_rounds.py -k resemble"),
         # the mean query rotates to the newest token instead of the next one
         (
             "angles = «length→(length - 1)» * rounds.frequencies",
@@ -152,7 +152,7 @@ FAULTS = {
         ("newest_first = votes«.flip(1)→»\n", "tests/kernels/test_divided.py -k division"),
         # votes without attention sinks
         (
-            "        if «sink_logits is not None→False»:\n            logits",
+            "        if «sink_logits is not None→False»:\n            sinks",
             "tests/engine/test_sinks.py -m slow -k snapkv",
         ),
     ],

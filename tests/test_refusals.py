@@ -546,8 +546,11 @@ STAGES = {"pipeline_parallel_size": 2, "distributed_executor_backend": "mp"}
 EAGER_STAGES = STAGES | {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 ARGUMENTS = [
-    ("speculative decoding with eagle: choose the method ngram", {"speculative_config": NGRAM | {"method": "eagle"}}),
-    ("speculative decoding with mtp: choose", {"speculative_config": NGRAM | {"method": "mtp"}}),
+    (
+        "speculative decoding with eagle: choose the method ngram, custom_class, eagle3 or mtp in",
+        {"speculative_config": NGRAM | {"method": "eagle"}},
+    ),
+    ("speculative decoding with dflash: choose", {"speculative_config": NGRAM | {"method": "dflash"}}),
     ("speculative decoding with medusa: choose", {"speculative_config": NGRAM | {"method": "medusa"}}),
     ("speculative decoding with ngram_gpu: choose", {"speculative_config": NGRAM | {"method": "ngram_gpu"}}),
     ("speculative decoding with suffix: choose", {"speculative_config": NGRAM | {"method": "suffix"}}),

@@ -18,7 +18,7 @@ from kvpop_vllm.kernels.triton._softmax import add_keys, add_sinks, nothing_yet
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
 LISTED = 1024  # keys that are examined together when lists are built
-LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
+LIST_BYTES = 256 << 20  # memory of the lists that exist at the same time
 
 
 @triton.jit

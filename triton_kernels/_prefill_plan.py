@@ -5,7 +5,8 @@ a piece are on the device, so that each kernel is launched once for all its segm
 
 - tail rows ``[P]``: tokens after the protected prefixes, for each segment a multiple of :data:`ROWS`;
 - keys ``[N]``: slots in use before the piece, then new tokens of the tail;
-- entries ``[E]``: long-range slots that may be in use after the piece, then tokens that leave the window.
+- entries ``[E]``: long-range slots that may be in use after the piece, then tokens that leave the window, for each
+  segment a multiple of :data:`WIDTH`.
 
 Positions within a segment count from the first token of its tail. Query 0 is the first new token of the tail.
 """
@@ -23,8 +24,10 @@ from kvpop_vllm.kernels.triton.delayed_mlstm import LARGEST_CHUNK
 from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.kernels.ops import RetentionRule
 
-PIECE = 8192
+PIECE = 32768
 """Tail rows and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
+WIDTH = 1024
+"""Entries that a program looks at together."""
 ROWS = LARGEST_CHUNK
 """Tail rows of a program, and tokens of a chunk of the mLSTM."""
 LAST = tl.constexpr(2**31 - 1)
@@ -122,18 +125,20 @@ class Piece:
         topk: ``[S, H]`` int32, long-range slots of each head.
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
+        width: WIDTH.
+        goes_on: False if all segments begin without a state.
         evicts: False if no head has more candidates than long-range slots.
         numbers: those of all segments, each ``[S]`` int64.
         tails: ``[S']`` int64, the segments that have tokens after p.
     """
 
     def __init__(self, parts: list[Segment], device: torch.device):
-        lines, row, key, entry = [], 0, 0, 0
+        lines, row, key, entry, self.width = [], 0, 0, 0, WIDTH
         for part, topk in parts:
             lines.append([*part._replace(row=row, key=key, entry=entry), *topk])
             row += triton.cdiv(part.length, ROWS) * ROWS
             key += part.used + part.length
-            entry += part.filled + part.leaving
+            entry += triton.cdiv(part.filled + part.leaving, WIDTH) * WIDTH
         sent = send(lines, device, torch.int32)
         self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
         self.numbers = Numbers(*sent.T[:16].long())
@@ -141,6 +146,7 @@ class Piece:
         self.most_keys = max(part.used + part.inside + part.length for part, _ in parts)
         self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
         self.most_entries = max(part.filled + part.leaving for part, _ in parts)
+        self.goes_on = any(part.start + part.first for part, _ in parts if part.length)
         self.evicts = any(part.start + part.length > part.sinks + part.window + min(topk) for part, topk in parts)
         self.tails = send([s for s, (part, _) in enumerate(parts) if part.length], device)
         self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
@@ -184,10 +190,3 @@ class Piece:
         ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
         begins = (self.numbers.start + self.numbers.first)[self.tails] == 0
         return ends.int(), rank[self.blocks()[:, 0].long()].int(), self.numbers.request[self.tails], begins
-
-    @cached_property
-    def entry_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and an entry's distance to its arrival."""
-        counts, first = self.numbers.filled + self.numbers.leaving, self.numbers.entry
-        owner, _ = self._owners(counts, self.entries)
-        return owner, first[owner], self.topk.T[:, owner], (self.numbers.length - counts - first)[owner]

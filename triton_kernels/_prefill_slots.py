@@ -48,7 +48,7 @@ def _gather(
 
 @triton.jit(do_not_specialize=["rows", "entries"])
 def _enter(
-    leaving_score,  # [H, P] float32
+    leaving_score,  # [H, P] float32, or None if all are 0
     cache, segments, topk,
     score, position,  # [H, E] float32 and int32
     rows, entries,
@@ -66,7 +66,9 @@ def _enter(
     arrives = (entry >= numbers.filled) & (entry < count)
     word = word_at(cache, r, h, tl.where(in_slot, numbers.sinks + numbers.window + entry, 0), P)
     index = numbers.length - count + entry
-    value = tl.load(leaving_score + h * rows + numbers.row + index, mask=arrives, other=float("-inf"))
+    value = tl.where(arrives, 0.0, float("-inf"))
+    if leaving_score is not None:
+        value = tl.load(leaving_score + h * rows + numbers.row + index, mask=arrives, other=float("-inf"))
     value = tl.where(in_slot, tl.load(cache.score + word, mask=in_slot, other=0.0), value)
     token = tl.where(arrives, numbers.first + numbers.start + index - numbers.window, -1)
     token = tl.where(in_slot, tl.load(cache.position + word, mask=in_slot, other=0), token)
@@ -137,7 +139,7 @@ def _put(cache, r, h, slot, k, v, score, position, written, P: tl.constexpr):
 @triton.jit(do_not_specialize=["rows"])
 def _store(
     tokens, new_score,
-    left, score,  # [H, P, 2 D], [H, P] of the tokens that leave the window
+    left, score,  # [H, P, 2 D], [H, P] of the tokens that leave the window; None if all scores are 0
     slot_of,  # [H, P]
     cache, segments, blocks,
     right,  # [R, H] int32, 0 if the step does not start where the cache ends
@@ -163,7 +165,9 @@ def _store(
     _put(cache, r, h, slot, k, v, inserted, begin + t, new, P)
     slot = tl.load(slot_of + row, mask=present, other=-1)
     moves, left = present & (slot >= 0), left + 2 * row * P.size
-    moved = tl.load(score + row, mask=moves, other=0.0)
+    moved = tl.zeros([ROWS], tl.float32)
+    if score is not None:
+        moved = tl.load(score + row, mask=moves, other=0.0)
     _put(cache, r, h, slot, left, left + P.size, moved, begin + t - numbers.window, moves, P)
     tokens_seen = begin + numbers.start + length
     tl.store(cache.position + word_at(cache, r, h, 0, P), tokens_seen, mask=first < tl.where(good, 1, 0))

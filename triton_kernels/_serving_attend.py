@@ -119,20 +119,39 @@ def finish(step, work, head, h, sums, used, protected, P: tl.constexpr):
 
 
 @triton.jit
+def parts_of(used, protected, splits, target, smallest, walk):
+    """Return the parts, at most ``splits``, into which a head's slots and protected tokens are divided.
+
+    They are ``target``, or more to walk over at most ``walk`` protected tokens each. A part has at least ``smallest``
+    slots.
+    """
+    slots = tl.maximum(used, 0) + protected
+    return tl.minimum(
+        tl.minimum(tl.maximum(target, (protected + walk - 1) // walk), tl.maximum(slots // smallest, 1)), splits
+    )
+
+
+@triton.jit(do_not_specialize=["target", "smallest", "walk"])
 def _attend(
     step,
     values,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
     tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
+    target, smallest, walk,  # what follows for the parts, see parts_of
     P: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of a head's attention; the last part to be done merges all.
+    """Compute one part of a head's attention; the last part to be done merges all. A head may have fewer parts.
 
     Grid: parts, H, R. 16.8 MB of keys and values: 4.7 us; 298 us for 64 requests.
     """
     h, r, work, flags = place_of(step, P)
     part, splits = tl.program_id(0), tl.num_programs(0)
     used, protected = tl.load(flags), tl.load(flags + 3)
-    sums = attend(step, work, r, r, h, used, protected, part, splits, P)
+    parts = splits
+    if CUT:
+        parts = parts_of(used, protected, splits, target, smallest, walk)
+        if part >= parts:
+            return
+    sums = attend(step, work, r, r, h, used, protected, part, parts, P)
     head = (r * tl.num_programs(1) + h) * P.group  # index in [R, Hq]
     if CUT:
         top, total, acc = sums
@@ -142,9 +161,9 @@ def _attend(
         tl.store(tops + row * 2, top, mask=present)
         tl.store(tops + row * 2 + 1, total, mask=present)
         tl.debug_barrier()  # all threads have written the part
-        if tl.atomic_add(flags + 4, 1) != splits - 1:
+        if tl.atomic_add(flags + 4, 1) != parts - 1:
             return
-        sums = merged(values, tops, row - part, 1, splits, present, P)
+        sums = merged(values, tops, row - part, 1, parts, present, P)
     finish(step, work, head, h, sums, used, protected, P)
 
 

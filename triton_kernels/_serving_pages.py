@@ -146,6 +146,9 @@ class KernelConfig(Order, Heads):
     softcap: float | None = None
     delayed: bool = True
     parts: int = 0  # blocks of columns of a token's products with a learned scorer's weights
+    queries: int = 0  # newest queries that are stored in the state, G * D float32 values each
+    query_word: int = 0  # first of these values in the state
+    of_prompt: bool = False  # they are the last ones of a prompt that is held as a prefix, else those of the tail
 
     @property
     def moments(self) -> bool:

@@ -7,7 +7,15 @@ import triton.language as tl
 from kvpop_vllm.kernels.triton import _serving_pages as pages
 from kvpop_vllm.kernels.triton._lowest_score import effective
 from kvpop_vllm.kernels.triton._matrix_tiles import row_mask
-from kvpop_vllm.kernels.triton._serving_pages import element_at, moments_at, place_of, row_at, state_at, word_at
+from kvpop_vllm.kernels.triton._serving_pages import (
+    element_at,
+    moments_at,
+    page_of,
+    place_of,
+    row_at,
+    state_at,
+    word_at,
+)
 from kvpop_vllm.kernels.triton._serving_scores import DEPTH, dot, features_of, gates_of, new_token, victim_of
 
 EPS = tl.constexpr(1e-6)
@@ -165,8 +173,29 @@ def _replace(step, work, victim, row, r, h, q, tail, P: tl.constexpr):
 
 
 @triton.jit
+def _protect(step, row, r, h, q, P: tl.constexpr):
+    """Write a protected token to its prefix page."""
+    prefix, column = step.prefix, tl.arange(0, P.padded)
+    place = page_of(prefix, r, h, q // P.slots) * prefix.rows + h * prefix.rows_head + q % P.slots * P.size + column
+    fits = column < P.size
+    tl.store(prefix.k + place, tl.load(element_at(step.k, row, h) + column, mask=fits), mask=fits)
+    tl.store(prefix.v + place, tl.load(element_at(step.v, row, h) + column, mask=fits), mask=fits)
+
+
+@triton.jit
+def _store_queries(step, row, r, h, q, P: tl.constexpr):
+    """Write the queries of a token to the state, among those of the newest tokens."""
+    g, column = tl.arange(0, P.rows), tl.arange(0, P.padded)
+    inside = (g < P.group)[:, None] & (column < P.size)[None, :]
+    query = element_at(step.q, row, h * P.group + g)[:, None] + column[None, :]
+    word = P.query_word + (q % P.queries * P.group + g)[:, None] * P.size + column[None, :]
+    values = tl.load(query, mask=inside, other=0.0).to(tl.float32)
+    tl.store(state_at(step.cache, r, h, word, inside, P), values, mask=inside)
+
+
+@triton.jit
 def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
-    """Score, evict and move the tokens of one head, and write the new token.
+    """Score, evict and move the tokens of one head, and write the new token: to a slot, or to its prefix.
 
     The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
     new token takes its slot.
@@ -181,6 +210,15 @@ def retain(step, work, victim, row, r, h, q, P: tl.constexpr):
     used, evicted, gone = tl.where(tail.since == -1, pages.PADDING, pages.REFUSED), 0, 0
     if tail.since >= 0:
         used, evicted, gone = _replace(step, work, victim, row, r, h, q, tail, P)
+    if step.prefix.table is not None:
+        if (q >= 0) & (q < tail.protected):
+            _protect(step, row, r, h, q, P)
+    if P.queries > 0:
+        stores = tail.since >= 0
+        if P.of_prompt:
+            stores = (q >= tl.maximum(tail.protected - P.queries, 0)) & (q < tail.protected)
+        if stores:
+            _store_queries(step, row, r, h, q, P)
     return used, evicted, gone, tl.where(tail.since == -2, 0, tl.minimum(q + 1, tail.protected))
 
 

@@ -97,15 +97,15 @@ def _collect(
     pages.await_launch(P)
     h, r, heads = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(1)
     c, number = pages.position_of(step, r), tl.load(element_at(drafts, r, 0)).to(tl.int32)
-    protected, _, _ = pages.roles_of(step, r, P)
+    protected, _, window = pages.roles_of(step, r, P)
     i, column = tl.arange(0, S.padded), tl.arange(0, P.padded)
-    count, right, staged = c, c >= 0, tl.full([], 0, tl.int32)
+    count, right, staged = c, (c >= 0) & (number <= window), tl.full([], 0, tl.int32)
     if c > protected:
         count = tl.load(step.cache.position + word_at(step.cache, r, h, 0, P))
         staged = tl.minimum(tl.maximum(c - count, 0), S.drafts)
         places = _staged_at(step.cache, r, h, tl.minimum(i, S.drafts - 1), P, S)
         position = tl.load(step.cache.position + places[2], mask=i < staged, other=-1)
-        right = (c - count == staged) & (tl.sum(((i < staged) & (position != count + i)).to(tl.int32), 0) == 0)
+        right = right & (c - count == staged) & (tl.sum(((i < staged) & (position != count + i)).to(tl.int32), 0) == 0)
     begin = tl.where(c > protected, tl.maximum(count, protected), c)
     committed = tl.where(right, c - begin, 0)
     fits = column < P.size

@@ -85,6 +85,10 @@ def kernel_config(pages, table, q, rule, options: dict) -> KernelConfig:
     wide = q.dtype != layout.dtype or q.dtype == torch.float32
     tile = tile_of(DECODE, wide, layout.head_size)
     most_slots = (table.shape[-1] - layout.state_blocks) * layout.block_slots
+    stores = rule.compression or rule.rounds
+    if stores is not None and stores.queries:
+        first = rule.first_query(layout.head_size)
+        options = options | {"queries": stores.queries, "query_word": first, "of_prompt": rule.compresses}
     return KernelConfig(
         size=layout.head_size, group=group, slots=layout.block_slots, most_slots=most_slots, wide=wide,
         state_pages=layout.state_blocks, region_words=layout.region_bytes // 4,
@@ -108,20 +112,22 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def splits_of(config: KernelConfig, protected: int, programs: int, device: torch.device) -> int:
-    """Return the number of parts into which a head's slots and ``protected`` tokens are split.
+def splits_of(config: KernelConfig, protected: int, programs: int, device: torch.device) -> tuple[int, tuple]:
+    """Return the most parts into which a head's slots and ``protected`` tokens are split, and what they follow from.
 
-    There are enough parts for two programs per multiprocessor. The number depends on shapes alone.
+    There are enough parts for two programs per multiprocessor. The most depends on shapes alone. How many a head has
+    is known on the device (:func:`_serving_attend.parts_of`, which takes the other numbers).
     """
-    target = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
-    return max(1, min(target, (protected + config.most_slots) // max(config.block, SPLIT_SLOTS), 64))
+    target, smallest = triton.cdiv(2 * _processors(device), max(1, programs)), max(config.block, SPLIT_SLOTS)
+    parts = min(max(target, triton.cdiv(protected, LONGEST_WALK)), (protected + config.most_slots) // smallest, 64)
+    return max(1, parts), (target, smallest, LONGEST_WALK)
 
 
 def decode_step(
     q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows,
-    sink_logits=None,
+    sink_logits=None, out=None,
 ):  # fmt: skip
-    """Implement :func:`kvpop_vllm.kernels.ops.decode_step`.
+    """Implement :func:`kvpop_vllm.kernels.ops.decode_step`. A token below p is written to its prefix page.
 
     The function never waits for the device, so a CUDA graph can capture it. Launches and allocations (by
     ``torch.empty``) depend on shapes and the rule's constants alone. All tensors are on q's device. A step that does
@@ -137,7 +143,8 @@ def decode_step(
     requests, heads = len(q), k.shape[1]
     check_step(q, k, v, pages, rule, weights, prefix, requests, rule.window, "decode_step")
     config = kernel_config(pages, page_table, q, rule, options)
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), floats(q.device, *q.shape[:2])
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    lse = floats(q.device, *q.shape[:2])
     if not requests:
         return out, lse
     of_prefix = (None, None) if prefix is None else (prefix.tokens, prefix.biased)
@@ -159,12 +166,12 @@ def decode_step(
         _products[triton.cdiv(config.size, DEPTH.value), heads, requests](step, **launch)
     tile = tile_of(DECODE, config.wide, config.size)
     protected = 0 if prefix is None else before.table.shape[1] * config.slots
-    splits = splits_of(config, protected, requests * heads, q.device)
+    splits, numbers = splits_of(config, protected, requests * heads, q.device)
     sums = tops = lse
     if splits > 1:
         sums, tops = floats(q.device, *lse.shape, splits, config.size), floats(q.device, *lse.shape, splits, 2)
     _attend[splits, heads, requests](
-        step, sums, tops, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, **of_all
+        step, sums, tops, *numbers, CUT=splits > 1, num_warps=tile.warps, num_stages=tile.stages, **of_all
     )
     if config.uses_moment_correction:
         _correct[triton.cdiv(config.size, COLUMNS.value), heads, requests](step, **launch)

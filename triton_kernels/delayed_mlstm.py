@@ -150,7 +150,8 @@ class _Layout:
 
     def padded(self, x, value):
         """Pad ``[rows, S]`` to ``[rows, chunks * L]``."""
-        return F.pad(x, (0, self.chunks * self.chunk - self.length), value=value).contiguous()
+        more = self.chunks * self.chunk - self.length
+        return (F.pad(x, (0, more), value=value) if more else x).contiguous()
 
     def tiles(self, inner=""):
         """Return block sizes and launch options; a kernel loops over the axis ``inner``, F or V, in smaller blocks."""

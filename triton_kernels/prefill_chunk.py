@@ -19,16 +19,14 @@ from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
 from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.kernels.ops.rules import STATE_M_START, NoScore
-
-WIDTH = 1024
-"""Entries that a program looks at together."""
+from kvpop_vllm.kernels.ops.rules import STATE_M_START
 
 
 @torch.no_grad()
 def prefill_chunk(
-    q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None
-):
+    q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None,
+    out=None,
+):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
     All tensors, including those of the rule, are on q's device, but for the budgets of ``chunks`` and the ``tokens``
@@ -42,7 +40,7 @@ def prefill_chunk(
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
     weights, options = weights_of(rule.scorer, "prefill_chunk")
     check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
-    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys, sink_logits)
+    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys, sink_logits, out)
     for piece in run.pieces():
         run.process(piece)
     if rule.sequential:
@@ -60,7 +58,20 @@ class _Prefill:
     """Arguments and outputs of one call."""
 
     def __init__(
-        self, q, k, v, pages, table, chunks: Chunks, rule, scale, gate_scores, prefix: Prefix | None, keys, sink_logits
+        self,
+        q,
+        k,
+        v,
+        pages,
+        table,
+        chunks: Chunks,
+        rule,
+        scale,
+        gate_scores,
+        prefix: Prefix | None,
+        keys,
+        sink_logits,
+        out,
     ):
         self.sink_logits = sink_logits
         self.q, self.tokens, self.gate_scores, self.keys = q, (view(k), view(v)), gate_scores, keys
@@ -73,18 +84,21 @@ class _Prefill:
         self.rule, self.scale, self.device = rule, scale, table.device
         self.config = kernel_config(pages, table, q, rule, {})
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
-        self.out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        self.out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.heads = torch.arange(table.shape[1], device=table.device)
+        self.heads = self._once("heads", lambda: torch.arange(table.shape[1], device=table.device))
         self.numbers = self._once("numbers", self._numbers)
-        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
-        tokens_seen = pages.position[table[:, :, pages.layout.state_blocks].long(), self.heads, 0]
-        # [R, H], 0 for a wrong start; a tail may begin on any pages
-        self.right = ((tokens_seen == start) | (start <= protected)).int()
+        self.right = self._once("right", self._starts_right)  # all layers have seen the same tokens
 
     def _once(self, name: str, make):
         """Return what all layers of a step have in common."""
         return self.chunks.once((name, self.rule.sinks, *self.protected, *self.biased, self.device), make)
+
+    def _starts_right(self) -> torch.Tensor:
+        """Return ``[R, H]`` int32, 0 for a wrong start; a tail may begin on any pages."""
+        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
+        tokens_seen = self.pages.position[self.table[:, :, self.pages.layout.state_blocks].long(), self.heads, 0]
+        return ((tokens_seen == start) | (start <= protected)).int()
 
     def pieces(self) -> list[Piece]:
         """Return the pieces of all tokens, or if the rule is sequential, of those of prefixes."""
@@ -104,9 +118,10 @@ class _Prefill:
             inserted = self.gate_scores[index].T.contiguous()
         if weights.recurrent:
             ends, segment_of, requests, begins = piece.states
-            place = state_places(self.pages, self.table, self.heads, requests)
-            begun = ~begins.repeat(len(self.heads))
-            before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
+            place, begun, right = self.chunks.once(("states", piece), lambda: self._states(requests, begins))
+            before = None
+            if piece.goes_on:
+                before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
             new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
             if not weights.delayed:
                 inserted, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
@@ -118,17 +133,21 @@ class _Prefill:
         )
         if weights.recurrent and weights.delayed:
             score, state = mlstm_of_segments(weights, new, none, ends, before, left, segment_of)
-        elif inserted is None:
-            score = (NoScore() if weights.draws else weights).scores(*left.chunk(2, -1))
+        elif inserted is None and not weights.draws and weights.kernel != "none":
+            score = weights.scores(*left.chunk(2, -1))
         slot_of = self._evict(piece, score, gone)
         attend(*of_attention)
         _store[len(piece.blocks()), len(self.heads)](
             self.tokens, inserted, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right,
             piece.rows, **of_blocks,
         )  # fmt: skip
-        if weights.recurrent:
-            right = self.right[requests].T.flatten() > 0  # of a wrong start the state stays
-            self.pages.store_states(*place, _where(right, state, before))
+        if weights.recurrent:  # of a wrong start the state stays
+            self.pages.store_states(*place, state if before is None else _where(right, state, before))
+
+    def _states(self, requests: torch.Tensor, begins: torch.Tensor) -> tuple:
+        """Return the pages of states, and masks ``[H * n]``: heads with a state before the piece, and right starts."""
+        places = state_places(self.pages, self.table, self.heads, requests)
+        return places, ~begins.repeat(len(self.heads)), self.right[requests].T.flatten() > 0
 
     def _evict(self, piece: Piece, score, gone) -> torch.Tensor:
         """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 if evicted."""
@@ -138,13 +157,13 @@ class _Prefill:
         heads, rule, arrays = len(self.heads), self.rule, (piece.segments, piece.topk)
         scores = torch.empty(heads, piece.entries, dtype=torch.float32, device=self.device)
         positions, free = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
-        _enter[triton.cdiv(piece.most_entries, WIDTH), len(piece), heads](
-            score, self.cache, *arrays, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=WIDTH
+        _enter[triton.cdiv(piece.most_entries, piece.width), len(piece), heads](
+            score, self.cache, *arrays, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=piece.width
         )
         order = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
         leaves = eviction_times(piece, scores, positions, **order)
         sizes = piece.rows, piece.keys, piece.entries
-        _settle[len(piece), heads](leaves, *arrays, free, gone, slot_of, *sizes, WIDTH=WIDTH, num_warps=4)
+        _settle[len(piece), heads](leaves, *arrays, free, gone, slot_of, *sizes, WIDTH=piece.width, num_warps=4)
         return slot_of
 
     def in_steps(self, config, weights) -> None:

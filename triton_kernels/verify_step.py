@@ -39,7 +39,8 @@ def verify_step(
 
     As in decode_step, nothing waits for the device, launches depend on shapes and constants alone, requests out of
     order get NaN, and a position of -1 is padding. Drafts do not enter the pages: their victims are planned, and
-    attention leaves these out. So no draft may leave the window: m is at most w, which is checked of the rule's.
+    attention leaves these out. So no draft may leave the window: m is at most the rule's w, and a request with more
+    drafts than its own window has room for is refused as one out of order is.
 
     Raises:
         NotImplementedError: a rule that reads attention or corrects outputs. ValueError: m exceeds the rule's w. Others
@@ -96,7 +97,7 @@ def verify_step(
     rows = max(tile.rows, triton.next_power_of_2(staging.steps * group))
     of_rows = replace(config, rows=rows)
     protected = 0 if prefix is None else before.table.shape[1] * config.slots
-    splits = splits_of(config, protected, requests * heads, q.device)
+    splits, _ = splits_of(config, protected, requests * heads, q.device)
     values = tops = lse
     if splits > 1:
         shape = requests, heads, splits, rows

@@ -10,9 +10,11 @@ import torch
 from kvpop_vllm.cache.chunks import Chunks
 from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix
-from kvpop_vllm.cache.step import StepBatch
-from kvpop_vllm.kernels import ops
+from kvpop_vllm.cache.shares import EqualHeads
+from kvpop_vllm.cache.step import Between, StepBatch
+from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
+from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules import compress, rounds
 
 
@@ -75,14 +77,21 @@ class FixedBudgetAttention:
         if writes is not None:
             tokens, *places = writes
             blocks.write(k[tokens], v[tokens], *places)
-        if batch.begun is not None:
-            ops.begin_tail(pages, batch.begun.table, batch.begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
+        if not batch.late:
+            self._begin_tails(pages, blocks, batch)
         if batch.decodes:
             self._decode(q, k, v, pages, blocks, batch, out, gate_scores)
+        if batch.late:  # tails of chunks, whose prefix a decode row may have been computing
+            self._begin_tails(pages, blocks, batch)
         together = self.rule.rounds is None and not batch.chunks.compresses
         for chunks in [batch.chunks] if together else batch.once("chunks", lambda: list(self._alone(batch.chunks))):
             if len(chunks):
                 self._prefill(q, k, v, pages, blocks, chunks, out, gate_scores)
+
+    def _begin_tails(self, pages: Pages, blocks: Pages, batch: StepBatch) -> None:
+        """Begin the tails that begin in a step; arguments as in :meth:`forward`."""
+        if (begun := batch.begun) is not None:
+            ops.begin_tail(pages, begun.table, begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
 
     def _decode(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
@@ -96,20 +105,49 @@ class FixedBudgetAttention:
             **batch.options,
         }
         if batch.drafts is None:
-            numbers, scores = (batch.positions, batch.budgets), None if gate_scores is None else gate_scores[tokens]
-            out[tokens], _ = ops.decode_step(
-                q[tokens], k[tokens], v[tokens], pages, batch.table, *numbers, gate_scores=scores, **options
+            scores, numbers = None if gate_scores is None else gate_scores[tokens], (batch.positions, batch.budgets)
+            of_rows = q[tokens], k[tokens], v[tokens]
+            if batch.late and dispatch.chosen("decode_step", self.impl, q) != "triton":
+                self._write_rows(*of_rows, pages, blocks, batch)
+            into = out[tokens] if isinstance(tokens, slice) else None
+            outputs, _ = ops.decode_step(
+                *of_rows, pages, batch.table, *numbers, gate_scores=scores, out=into, **options
             )
+            if into is None:
+                out[tokens] = outputs
         else:  # outputs of chunks in this part are overwritten later
             numbers = batch.positions, tokens, batch.drafts, batch.budgets
             scores = None if gate_scores is None else gate_scores[part]
             out[part], _ = ops.verify_step(
                 q[part], k[part], v[part], pages, batch.table, *numbers, gate_scores=scores, **options
             )
-        if self.rule.rounds is not None:
+        if self.rule.rounds is not None and not batch.late:
             tokens, rows, due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
             table, seeds = batch.table[rows], None if batch.seeds is None else batch.seeds[rows]
             rounds.run_due_rounds(q[part][tokens], pages, table, due, seeds, self.rule, self.scale, self.sink_logits)
+
+    def _write_rows(self, q, k, v, pages: Pages, blocks: Pages, batch: StepBatch) -> None:
+        """Write what Triton's kernel writes: protected tokens of decode rows, and queries for votes or rounds."""
+        positions, rule, size = batch.positions, self.rule, pages.layout.block_slots
+        ends = torch.zeros_like(positions) if batch.prefix is None else batch.prefix.tokens
+        inside = (positions >= 0) & (positions < ends)
+        if batch.prefix is not None:
+            protected = positions[inside]
+            places = (
+                batch.prefix.table[inside].gather(1, (protected // size).unsqueeze(1)).squeeze(1).long(),
+                protected % size,
+            )
+            blocks.write(k[inside], v[inside], *places)
+        stores = rule.compression or rule.rounds
+        if stores is not None and stores.queries:
+            stored = inside & (positions >= ends - stores.queries) if rule.compresses else positions >= ends
+            if not stored.any():
+                return
+            states, first = (
+                batch.table[stored][..., : pages.layout.state_blocks],
+                rule.first_query(pages.layout.head_size),
+            )
+            compress.store_queries(q[stored], pages, states, positions[stored] % stores.queries, first)
 
     def _rounds_of_rows(self, batch: StepBatch) -> tuple[slice | torch.Tensor, slice | torch.Tensor, rounds.Due]:
         """Return the work of rounds after each token of the decode rows of a step, drafts included.
@@ -141,7 +179,8 @@ class FixedBudgetAttention:
             budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
             chunks = replace(chunks, budgets=budgets, table=table)
         tokens, prefix = chunks.tokens, chunks.prefix and chunks.prefix.on(blocks)
-        out[tokens], _ = ops.prefill_chunk(
+        into = out[tokens] if isinstance(tokens, slice) else None
+        outputs, _ = ops.prefill_chunk(
             q[tokens],
             k[tokens],
             v[tokens],
@@ -154,8 +193,11 @@ class FixedBudgetAttention:
             prefix=prefix,
             seeds=chunks.seeds,
             sink_logits=self.sink_logits,
+            out=into,
             impl=self.impl,
         )
+        if into is None:
+            out[tokens] = outputs
         if chunks.compresses:
             self._compress(q[tokens], pages, chunks, prefix)
         if self.rule.rounds is not None:
@@ -187,13 +229,43 @@ class FixedBudgetAttention:
         row, (after,) = chunk.table[0], chunk.after
         first = max(start, prompt - queries)
         if first < end:
-            voters = torch.arange(first, end)
+            voters = torch.arange(first, end, device=q.device)
             states = row[:, : pages.layout.state_blocks].expand(len(voters), -1, -1)
             compress.store_queries(q[first - start :], pages, states, voters % queries)
-        if end == prompt:
-            sizes = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
-            options = sizes | {"sink_logits": self.sink_logits}
-            compress.compress(pages, row, prefix, chunk.budgets[0], after, chunk.made_table[0], **options)
+        if chunk.closes[0]:
+            group = q.shape[1] // pages.layout.num_kv_heads
+            self._compress_prompt(pages, row, prefix, chunk.budgets[0], after, chunk.made_table[0], group)
+
+    def _compress_prompt(
+        self, pages: Pages, row, prefix: Prefix, budgets, after: RequestSlots, made_row, group
+    ) -> None:
+        """Compress a prompt at its end; arguments as in :func:`kvpop_vllm.rules.compress.compress`."""
+        options = {"group": group, "rule": self.rule, "scale": self.scale, "sink_logits": self.sink_logits}
+        compress.compress(pages, row, prefix, budgets, after, made_row, **options)
+
+    def between_steps(
+        self, pages: Pages, blocks: Pages, shares: EqualHeads, layer: int, due: Between, group: int
+    ) -> None:
+        """Do what lies between two steps of some requests: compress the prompts that have ended, and run rounds.
+
+        Args:
+            pages: pages of the layer, by block or by region.
+            blocks: the layer's pages by block.
+            shares: how heads share slots.
+            layer: index of the layer.
+            due: the requests.
+            group: G.
+        """
+        budgets, table = due.place(shares, layer)
+        if self.rule.compresses:
+            for i, after in enumerate(due.after):
+                prefix = due.prefix.of(slice(i, i + 1)).on(blocks)
+                self._compress_prompt(pages, table[i], prefix, budgets[i], after, due.blocks.made_blocks[i], group)
+        if self.rule.rounds is not None:
+            sizes = zip(due.slots, budgets.tolist(), strict=True)
+            by_row = [self._rounds_of(slots.budget, heads, slots.window, slots.prefix) for slots, heads in sizes]
+            work = rounds.due(self.rule.rounds.queries, due.starts, by_row)
+            rounds.run_rounds(pages, table, work, due.seeds, self.rule, self.scale, group, self.sink_logits)
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:

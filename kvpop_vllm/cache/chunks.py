@@ -50,6 +50,7 @@ class Chunks:
         seeds: ``[R]`` int64, seeds of the draws; None if nothing is drawn.
         after: what each request is after the end of its prompt, if the chunk is part of a prompt that is compressed
             there, else None.
+        closes: True if the chunk ends with the request's prompt, which is compressed right after it.
         made_table: ``[R, F]`` int32, blocks of the slots that are made of prompts; None if none is compressed.
     """
 
@@ -65,6 +66,7 @@ class Chunks:
     prefix: Prefix | None = None
     seeds: torch.Tensor | None = None
     after: Sequence[RequestSlots | None] = ()
+    closes: Sequence[bool] = ()
     made_table: torch.Tensor | None = None
     _memo: dict = field(default_factory=dict, repr=False)
 
@@ -92,7 +94,7 @@ class Chunks:
         """Return the tokens at positions ``[start, end)`` of chunk r, by default all, as chunks of one request."""
         start, end = self.starts[r] if start is None else start, self.ends[r] if end is None else end
         first, one = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
-        names = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after")
+        names = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after", "closes")
         columns = {name: None if (x := getattr(self, name)) is None else x[one] for name in names}
         columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}

@@ -32,17 +32,23 @@ class SharesByVotes(EqualHeads):
         """Return what :meth:`EqualHeads.place` does.
 
         If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are listed.
+        Where ``compressed`` is a tensor, the host does not wait for it: a head has room for the slots of all.
         """
-        layout = self.pages.layout
-        heads = torch.arange(layout.num_kv_heads, device=tails.device)
+        layout, device = self.pages.layout, tails.device
+        heads = torch.arange(layout.num_kv_heads, device=device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
-        divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
+        on_host = not isinstance(compressed, torch.Tensor)
+        if on_host and not any(compressed):  # equal heads: all that is held
+            shares = torch.full(rows.shape[:2], self.budget, dtype=torch.int32, device=budgets.device)
+            return shares, rows[..., : self.blocks].int()
+        divided = torch.as_tensor(compressed, device=device).unsqueeze(1)
         stored, _ = load_page_table(self.pages, rows, self.compression, 1)
-        budgets = torch.where(divided, stored, self.budget)
-        width = max(self.blocks, layout.blocks(largest := int(budgets.max()), largest))  # equal heads: all that is held
-        budgets, table = build_page_table(layout, rows, budgets, width)
-        plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
-        return budgets, torch.where(divided.unsqueeze(2), table, plain)
+        shares = torch.where(divided, stored, self.budget)
+        largest = int(shares.max()) if on_host else layout.num_kv_heads * self.budget
+        width = max(self.blocks, layout.blocks(largest, largest))
+        _, table = build_page_table(layout, rows, shares, width)
+        plain = rows[..., torch.arange(width, device=device).clamp_max(rows.shape[2] - 1)].int()
+        return shares.to(budgets.device), torch.where(divided.unsqueeze(2), table, plain)
 
 
 def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, compression: Compression) -> None:

@@ -55,6 +55,20 @@ class Span(NamedTuple):
         return self.length == 1 + self.drafts
 
 
+def span_of(request: int, first: int, start: int, length: int, slots: RequestSlots, after: RequestSlots | None) -> Span:
+    """Return the span of a request whose prompt is compressed at its end, or not if ``after`` is None.
+
+    Args:
+        request, first, length: as in :class:`Span`.
+        start: position of its first token in the text.
+        slots: slots of the request before the end of its prompt.
+        after: what it is after that.
+    """
+    if after is None or start < slots.prefix:
+        return Span(request, first, start, length, slots, after)
+    return Span(request, first, start - after.shift, length, after, None, True)
+
+
 def cut_at_prompt_end(span: Span) -> list[Span]:
     """Return the tokens of a request as the kernels take them, cut at the end of a prompt that is compressed there.
 
@@ -106,11 +120,11 @@ class RequestBlocks:
             after: what each request is after the end of its prompt, or None if prompts are not compressed.
             widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled; None for all of them.
         """
-        columns, made_blocks = [cdiv(record.prefix, size) for record in slots], None
+        columns, prefixes, made_blocks = [cdiv(record.prefix, size) for record in slots], table[:, : widths[1]], None
         if after is not None:
-            made_blocks = from_columns(table, columns)
+            made_blocks = from_columns(table, columns, prefixes.shape[1])
             columns = [first + cdiv(record.made_slots, size) for first, record in zip(columns, after, strict=True)]
-        return cls(from_columns(table, columns, widths[0]), table[:, : widths[1]], made_blocks)
+        return cls(from_columns(table, columns, widths[0]), prefixes, made_blocks)
 
     def prefix(self, spans: Sequence[Span]) -> Prefix | None:
         """Return the prefixes of some requests, which are made slots where a prompt has been compressed, or None."""
@@ -120,7 +134,7 @@ class RequestBlocks:
         made_slots, chosen = [span.slots.made_slots for span in spans], [span.request for span in spans]
         table = rows_of(self.prefixes, chosen)
         if self.made_blocks is not None:
-            compressed = torch.tensor([span.compressed for span in spans], device=table.device).unsqueeze(1)
+            compressed = send([span.compressed for span in spans], table.device, torch.bool).unsqueeze(1)
             table = torch.where(compressed, rows_of(self.made_blocks, chosen), table)
         tokens, biased = (torch.tensor(counts, dtype=torch.int64, device="cpu") for counts in (tokens, made_slots))
         return Prefix(None, table, tokens, biased if any(made_slots) else None)
@@ -274,6 +288,7 @@ class StepBatch(DecodeRows):
         first_pages: ``[n, H, S + 1]`` int64, the S pages of each head's state and the one of slot 0, which stores
             ``tokens_seen``; None as for ``starts``.
         begun: requests whose tails begin in this step, None if there are none.
+        late: as in :class:`StepPlan`.
     """
 
     table: torch.Tensor | None = None
@@ -283,9 +298,51 @@ class StepBatch(DecodeRows):
     starts: torch.Tensor | None = None
     first_pages: torch.Tensor | None = None
     begun: Begun | None = None
+    late: bool = False
     _memo: dict = field(default_factory=dict, repr=False)
 
     once = once
+
+
+class Between(NamedTuple):
+    """Requests for which something is due between their last step and the next one.
+
+    Attributes:
+        starts: number of tokens that each has processed.
+        slots: slots of each.
+        after: what each is after the end of its prompt, with which the last step has ended; None if rounds are due.
+        blocks: where they lie.
+        prefix: their prefixes, with their numbers on the CPU; None if no request has one.
+        seeds: ``[n]`` int64, seeds of the draws; None if nothing is drawn.
+    """
+
+    starts: list[int]
+    slots: list[RequestSlots]
+    after: list[RequestSlots] | None
+    blocks: RequestBlocks
+    prefix: Prefix | None
+    seeds: torch.Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        starts: list[int],
+        slots: list[RequestSlots],
+        after: list[RequestSlots] | None,
+        table: torch.Tensor,
+        size: int,
+    ) -> Between:
+        """Return the requests whose block-table rows are ``table [n, W]``, in blocks of ``size`` slots."""
+        blocks, seeds = RequestBlocks.of_rows(table, slots, size, after), numbers_of(slots, ("seed",)).get("seed")
+        prefix = blocks.prefix(
+            [Span(i, 0, start, 1, record) for i, (start, record) in enumerate(zip(starts, slots, strict=True))]
+        )
+        return cls(starts, slots, after, blocks, prefix, None if seeds is None else send(seeds, table.device))
+
+    def place(self, shares: EqualHeads, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the budgets ``[n, H]`` on the CPU and the pages ``[n, H, P]`` of a layer."""
+        sizes = numbers_of(self.after or self.slots, ("budget", "window"))
+        return shares.place(layer, self.blocks.tails, [False] * len(self.starts), sizes["budget"], sizes["window"])
 
 
 class StepPlan:
@@ -298,6 +355,8 @@ class StepPlan:
         rows: decode rows; all ``spans`` are chunks then. None to decode the spans of one token.
         ahead: 0 if a tail begins in the step of its first token; 1 if it begins in the step of the token before.
         checks: False if the host must not wait for the positions at which the caches end.
+        late: True if what lies between two steps of a request is done ahead of the second one, by whoever makes the
+            plan: rounds after decode rows, and the compression of a prompt with which a step ends.
     """
 
     def __init__(
@@ -309,8 +368,9 @@ class StepPlan:
         rows: DecodeRows | None = None,
         ahead: int = 0,
         checks: bool = True,
+        late: bool = False,
     ):
-        self.layout, self.checks, self._shared = layout, checks, None
+        self.layout, self.checks, self.late, self._shared = layout, checks, late, None
         singles, chunked = [], []
         for span in spans:
             parts = [span] if span.after is None else cut_at_prompt_end(span)
@@ -351,6 +411,11 @@ class StepPlan:
         if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens or padding lie between them
             tokens = send([i for span in spans for i in range(span.first, span.first + span.length)], device)
         seeds, after = numbers.get("seed"), [span.after for span in spans]
+        followed = [*follows[1:], False]
+        closes = [
+            span.after is not None and span.start + span.length == span.slots.prefix and (later or not self.late)
+            for span, later in zip(spans, followed, strict=True)
+        ]
         return Chunks(
             [span.start for span in spans],
             lengths,
@@ -363,6 +428,7 @@ class StepPlan:
             prefix=blocks.prefix(spans),
             seeds=None if seeds is None else send(seeds, device),
             after=after,
+            closes=closes,
             made_table=rows_of(blocks.made_blocks, chosen) if any(after) else None,
         )
 
@@ -436,7 +502,7 @@ class StepPlan:
             width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
             parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
             begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
-        return StepBatch(**step, chunks=chunks, begun=begun)
+        return StepBatch(**step, chunks=chunks, begun=begun, late=self.late)
 
 
 def plan_batch(
@@ -466,10 +532,5 @@ def plan_batch(
         if drafts is not None:
             spans = [span._replace(drafts=number) for span, number in zip(spans, drafts, strict=True)]
     else:
-        spans = [
-            Span(i, first, start, count, record, later)
-            if start < record.prefix
-            else Span(i, first, start - later.shift, count, later, None, True)
-            for i, first, start, count, record, later in zip(*columns, after, strict=False)
-        ]
+        spans = list(map(span_of, *columns, after))
     return StepPlan(layout, spans, RequestBlocks.of_rows(table, slots, layout.block_slots, after))

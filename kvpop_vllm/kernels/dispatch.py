@@ -103,6 +103,11 @@ def select(op: str, tensor: torch.Tensor) -> str:
     return "reference"
 
 
+def chosen(op: str, impl: str, tensor: torch.Tensor) -> str:
+    """Return the implementation that runs an op on ``tensor``, its first argument, if ``impl`` is asked for."""
+    return select(op, tensor) if impl == "auto" else impl
+
+
 def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
     """Return the function that implements ``op``; on a GPU it launches kernels on the device of ``tensor``.
 
@@ -116,9 +121,8 @@ def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
         ImportError: the package or extension that ``impl`` needs is not installed.
         NotImplementedError: the op has no such implementation.
     """
-    if impl == "auto":
-        impl = select(op, tensor)
-    elif impl not in IMPLS:
+    impl = chosen(op, impl, tensor)
+    if impl not in IMPLS:
         raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}")
     run = _implementation(op, impl)
     if impl == "triton" and tensor is not None and tensor.device.type == "cpu" and not _interpreted():

@@ -2,7 +2,7 @@
 
 The last queries of the prompt vote for the tokens to retain (SnapKV, arXiv:2404.14469), or slots are fitted to them
 (attention matching, arXiv:2602.16284). Compression runs once per request and layer, with torch operations on any
-device.
+device. On a GPU the host waits for none of them but those of a fit.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm.cache.chunks import send
 from kvpop_vllm.cache.divided_heads import load_page_table, store_budgets
 from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
@@ -81,7 +82,7 @@ def compress(
     """
     p, compression = int(prefix.tokens[0]), rule.compression
     count = min(compression.queries, after.window, p - after.shift - after.made_slots)
-    queries = load_queries(pages, row, torch.arange(p - count, p) % compression.queries, group)
+    queries = load_queries(pages, row, torch.arange(p - count, p, device=row.device) % compression.queries, group)
     sinks = None if sink_logits is None else sink_logits.view(-1, group)
     if compression.makes_slots:
         make_slots(pages, row, prefix, after, made_row, queries, scale, sinks)
@@ -114,36 +115,39 @@ def retain_by_votes(
         voters: ``[H, c, G, D]``, the last queries.
         sink_logits: ``[H, G]`` logits of attention sinks, or None.
     """
-    p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
+    layout, p = pages.layout, int(prefix.tokens[0])
     keys, values = prefix.gather(0, 0, p)
     votes = prompt_votes(voters, keys, scale, rule.compression, sink_logits)
-    sinks = rule.sinks
+    sinks, first, device = rule.sinks, rule.sinks + window, keys.device
     oldest = max(sinks, p - window)
+    candidates = votes[:, sinks:oldest]
     if rule.compression.adaptive_head_budgets:
-        budgets = divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
+        budget = int(budgets[0])
+        budgets, largest = divide(candidates, budget, first, rule.compression.safe), layout.num_kv_heads * budget
         store_budgets(pages, row, budgets, rule.compression)
-        (budgets,), (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression)
-    table = row.long()
-    near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
+        _, (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression, layout.blocks(largest, largest))
+    else:
+        budgets, largest = send(budgets, device), int(budgets.max())
+    near = torch.cat([torch.arange(n, m, device=device) for n, m in ((0, min(sinks, p)), (oldest, max(oldest, p)))])
+    # stable sort, newest first: of equal votes the newer token is retained
+    order = candidates.flip(1).argsort(dim=1, descending=True, stable=True)[:, : largest - first]
+    fits = torch.arange(order.shape[1], device=device) < budgets.unsqueeze(1) - first
+    chosen = torch.where(fits, candidates.shape[1] - 1 - order, p).sort(dim=1).values + sinks  # oldest first
+    tokens = torch.cat([near.expand(len(votes), -1), chosen], 1)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
-    for h in range(heads):
-        candidates = votes[h, sinks:oldest]
-        room = int(budgets[h]) - sinks - window
-        # stable sort, newest first: of equal votes the newer token is retained
-        order = candidates.flip(0).argsort(descending=True, stable=True)[:room]
-        chosen = (len(candidates) - 1 - order).sort().values + sinks
-        tokens = torch.cat([near, chosen])
-        places = torch.cat([slots, sinks + window + torch.arange(len(chosen), device=keys.device)])
-        columns = pages.layout.state_blocks + places // pages.layout.block_slots
-        index = table[h, columns], torch.full_like(places, h), places % pages.layout.block_slots
-        pages.put(pages.k, index, keys[h, tokens])
-        pages.put(pages.v, index, values[h, tokens])
-        score = torch.zeros(len(tokens), dtype=torch.float32, device=keys.device)
-        score[len(near) :] = votes[h, chosen].clamp_min(LEAST_VOTE).log()
-        pages.put(pages.score, index, score)
-        pages.put(pages.position, index, tokens.int())
-        zero = tuple(x[:1] for x in (table[h, pages.layout.state_blocks :], index[1], torch.zeros_like(places)))
-        pages.put(pages.position, zero, torch.full_like(zero[2], p, dtype=torch.int32))  # tokens_seen
+    slots = torch.cat([slots, first + torch.arange(order.shape[1], device=device)]).expand_as(tokens)
+    # a head with fewer slots than another one writes its last token several times
+    index = torch.arange(tokens.shape[1], device=device).minimum(len(near) + fits.sum(1, keepdim=True) - 1)
+    tokens, slots = tokens.gather(1, index), slots.gather(1, index)
+    score = votes.gather(1, tokens).clamp_min(LEAST_VOTE).log().masked_fill(index < len(near), 0.0)
+    heads, row = torch.arange(len(votes), device=device).unsqueeze(1).expand_as(tokens), row.long()
+    slots_at = row.gather(1, layout.state_blocks + slots // layout.block_slots), heads, slots % layout.block_slots
+    rows = tokens.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+    pages.put(pages.k, slots_at, keys.gather(1, rows))
+    pages.put(pages.v, slots_at, values.gather(1, rows))
+    pages.put(pages.score, slots_at, score)
+    pages.put(pages.position, slots_at, tokens.int())
+    _set_seen(pages, row, p)
 
 
 def make_slots(
@@ -168,21 +172,20 @@ def make_slots(
     """
     p, n, blocks = int(prefix.tokens[0]), pages.layout.block_slots, prefix.pages
     keys, values = prefix.gather(0, 0, p)
-    near = p - after.shift - after.made_slots
-    slots, newest = torch.arange(after.made_slots), torch.arange(near)
-    places = made_row.long()[slots // n], slots % n
-    for h in range(len(keys)):  # one by one: a fit must not depend on other heads
-        q, k, v = (x[h].flatten(0, -2).unsqueeze(0) for x in (queries, keys[:, : p - near], values[:, : p - near]))
-        sinks = None if sink_logits is None else sink_logits[h].repeat(queries.shape[1]).unsqueeze(0)
-        (chosen,), (value,), (bias,) = fit(q, k, v, after.made_slots, scale, Matching(), sinks)
-        index = places[0], h, places[1]
-        blocks.k[index], blocks.v[index] = keys[h, chosen], value.to(values.dtype)
-        blocks.score[index], blocks.position[index] = bias, chosen.int()
-    heads = torch.arange(len(keys)).unsqueeze(1)
-    index = row.long()[:, pages.layout.state_blocks + newest // n], heads, newest % n
-    pages.k[index], pages.v[index] = keys[:, p - near :], values[:, p - near :]
-    pages.score[index], pages.position[index] = 0.0, (newest + p - near).int()
-    pages.position[row.long()[:, pages.layout.state_blocks], heads[:, 0], 0] = p - after.shift  # tokens_seen
+    near, device, row = p - after.shift - after.made_slots, keys.device, row.long()
+    slots, newest, heads = (torch.arange(count, device=device) for count in (after.made_slots, near, len(keys)))
+    blocks_of_made, heads = made_row.long()[slots // n], heads.unsqueeze(1)
+    for part in _parts(len(keys), device):
+        q, k, v = (x[part].flatten(1, -2) for x in (queries, keys[:, : p - near], values[:, : p - near]))
+        sinks = None if sink_logits is None else sink_logits[part].repeat(1, queries.shape[1])
+        chosen, fitted, bias = fit(q, k, v, after.made_slots, scale, Matching(), sinks)
+        slots_at = blocks_of_made, heads[part], slots % n
+        blocks.k[slots_at], blocks.v[slots_at] = keys[heads[part], chosen], fitted.to(values.dtype)
+        blocks.score[slots_at], blocks.position[slots_at] = bias, chosen.int()
+    slots_at = row[:, pages.layout.state_blocks + newest // n], heads, newest % n
+    pages.k[slots_at], pages.v[slots_at] = keys[:, p - near :], values[:, p - near :]
+    pages.score[slots_at], pages.position[slots_at] = 0.0, (newest + p - near).int()
+    _set_seen(pages, row, p - after.shift)
 
 
 def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.Tensor:
@@ -207,7 +210,8 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     best = newest_first.argsort(dim=1, descending=True, stable=True)[:, :sure]
     ranking = newest_first.scatter(1, best, torch.inf).T.flatten()
     winners = ranking.argsort(descending=True, stable=True)[: heads * room] % heads
-    return first + winners.bincount(minlength=heads).int()
+    counts = torch.zeros(heads, dtype=torch.int32, device=votes.device)
+    return first + counts.scatter_add_(0, winners, torch.ones_like(winners, dtype=torch.int32))
 
 
 def pool(pooling: Callable, weights: torch.Tensor, neighbours: int) -> torch.Tensor:
@@ -235,14 +239,27 @@ def prompt_votes(
     if count == p:
         return averages
     later = torch.ones(count, count, dtype=torch.bool, device=keys.device).triu(1)
-    for h in range(len(keys)):
-        logits = q[h].float() @ keys[h].float().T * scale  # [n, G, p]
-        logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)
+    for part in _parts(len(keys), keys.device):
+        logits = (q[part].float().flatten(1, 2) @ keys[part].float().mT).unflatten(1, q.shape[1:3]) * scale
+        logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)  # [heads, n, G, p]
         if sink_logits is not None:
-            logits = torch.cat([logits, sink_logits[h].view(1, -1, 1).expand(count, -1, -1)], -1)
-        mean = logits.softmax(-1)[..., : p - count].mean((0, 1))
-        averages[h, : p - count] = pool(F.avg_pool1d, mean.unsqueeze(0), votes.neighbours)[0]
+            sinks = sink_logits[part].view(-1, 1, q.shape[2], 1).expand(-1, count, -1, -1)
+            logits = torch.cat([logits, sinks], -1)
+        mean = logits.softmax(-1)[..., : p - count].mean((1, 2))
+        averages[part, : p - count] = pool(F.avg_pool1d, mean, votes.neighbours)
     return averages
+
+
+def _parts(heads: int, device: torch.device) -> list[slice]:
+    """Return the heads that are computed together: on a CPU each alone, elsewhere all."""
+    return [slice(h, h + 1) for h in range(heads)] if device.type == "cpu" else [slice(0, heads)]
+
+
+def _set_seen(pages: Pages, row: torch.Tensor, count: int) -> None:
+    """Write ``tokens_seen`` of all heads of a request with pages ``row [H, P]`` int64."""
+    heads = torch.arange(len(row), device=row.device)
+    first_slots = row[:, pages.layout.state_blocks], heads, torch.zeros_like(heads)
+    pages.put(pages.position, first_slots, torch.full_like(heads, count, dtype=torch.int32))
 
 
 def _words(

@@ -144,7 +144,8 @@ def bounded_least_squares(
 ) -> torch.Tensor:
     """Return x ``[H, P]`` within bounds that minimises ``x' gram x / 2 - target' x``.
 
-    An accelerated projected gradient (FISTA with restarts) on columns of unit norm. torch has no such solver.
+    An accelerated projected gradient (FISTA with restarts) on columns of unit norm. torch has no such solver. Each head
+    restarts and ends by itself, so that its result does not depend on the others.
 
     Args:
         gram: ``[H, P, P]``, without negative entries.
@@ -153,26 +154,30 @@ def bounded_least_squares(
         lower: lower bound, at least 0.
         upper: upper bound.
         iterations: most steps.
-        tolerance: a projected gradient of less, relative to the largest target, ends the search.
+        tolerance: a projected gradient of less, relative to the head's largest target, ends its search.
     """
     norms = gram.diagonal(dim1=1, dim2=2).sqrt().clamp_min(1e-12)
     gram = gram / norms.unsqueeze(1) / norms.unsqueeze(2)
     target, low, high = target / norms, lower * norms, upper * norms
     x = (start * norms).clamp(low, high)
     step = 1 / _largest_eigenvalue(gram)
-    ahead, momentum = x, 1.0
-    enough = tolerance * target.abs().amax().clamp_min(1e-30)
+    ahead, momentum = x, torch.ones(len(x), 1, dtype=torch.float64, device=x.device)
+    result, done = x, torch.zeros(len(x), 1, dtype=torch.bool, device=x.device)
+    enough = tolerance * target.abs().amax(-1, keepdim=True).clamp_min(1e-30)
     for i in range(iterations):
         gradient = _times(gram, ahead) - target
         new = (ahead - step * gradient).clamp(low, high)
         moved = new - x
-        if i % 10 == 9 and bool((((ahead - new) / step).abs().amax()) < enough):
-            return new / norms
+        if i % 10 == 9:
+            ends = ((ahead - new) / step).abs().amax(-1, keepdim=True) < enough
+            result, done = torch.where(done, result, new), done | ends
+            if bool(done.all()):
+                return result / norms
         uphill = ((ahead - new) * moved).sum(-1, keepdim=True) > 0
-        following = (1 + math.sqrt(1 + 4 * momentum**2)) / 2
-        ahead = torch.where(uphill, new, new + (momentum - 1) / following * moved)
-        x, momentum = new, 1.0 if bool(uphill.any()) else following
-    return x / norms
+        following = (1 + (1 + 4 * momentum**2).sqrt()) / 2
+        ahead = torch.where(uphill, new, new + ((momentum - 1) / following).to(x.dtype) * moved)
+        x, momentum = new, torch.where(uphill, 1.0, following)
+    return torch.where(done, result, x) / norms
 
 
 def _largest_eigenvalue(gram: torch.Tensor, iterations: int = 10) -> torch.Tensor:

@@ -115,24 +115,25 @@ def slot_positions(
         tokens_seen: tokens that the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
-        heads: ``[n]`` int64, KV heads to look at, None for all H.
+        heads: ``[n]`` int64, KV heads to look at, on the device of the pages; None for all H.
 
     Returns:
         ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(tokens_seen - p, budget)``, or less
         with ``filled``.
 
     Raises:
-        ValueError: the pages have not seen ``tokens_seen`` tokens (as stored in the position word of slot 0).
+        ValueError: the pages have not seen ``tokens_seen`` tokens (as stored in the position word of slot 0). Only pages
+            on a CPU are asked.
     """
-    layout, first, since = pages.layout, retention.first_long, tokens_seen - retention.first
-    heads = (torch.arange(layout.num_kv_heads) if heads is None else heads).unsqueeze(1)
+    layout, first, since, device = pages.layout, retention.first_long, tokens_seen - retention.first, pages.raw.device
+    heads = (torch.arange(layout.num_kv_heads, device=device) if heads is None else heads).unsqueeze(1)
     count = min(since, retention.budget)
     if filled is not None and since > first:
         count = first + int(filled.max())
-    slots = torch.arange(count)
+    slots = torch.arange(count, device=device)
     blocks = row.expand(layout.num_kv_heads, -1)[heads, layout.state_blocks + slots // layout.block_slots].long()
     words = pages.position[blocks, heads, slots % layout.block_slots].long()
-    if tokens_seen > 0 and (words[:, 0] != tokens_seen).any():
+    if device.type == "cpu" and tokens_seen > 0 and (words[:, 0] != tokens_seen).any():
         raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {tokens_seen}")
     # newest token of each residue modulo w
     newest = slots + (since - 1 - slots) // retention.window * retention.window

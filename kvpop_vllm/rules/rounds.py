@@ -5,7 +5,7 @@ rank minus the number of ranked tokens, so all scores are negative. A token that
 scores 0, which is above all of them. Until the next round the tokens of lowest rank are therefore evicted,
 one per step. They are the tokens that the papers evict together.
 
-The module uses torch operations and processes requests one by one.
+The module uses torch operations and processes requests one by one. On a GPU the host waits for none of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm.cache.chunks import send
 from kvpop_vllm.cache.pages import Pages, cdiv
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import ExpectedLogits, Redundancy, RetentionRule, SampledMass
@@ -60,6 +61,15 @@ def room_for_drafts(every: int, topk: int, equal: bool, position: int) -> int:
     return max(0, min(before_round) - 1)
 
 
+def intervals(every: int, budget: int, sinks: int, window: int) -> tuple[int, int]:
+    """Return the intervals of the heads of a request: that of equal heads, and half of it.
+
+    Arguments are as in :func:`layer_rounds`.
+    """
+    longest = interval(every, budget - sinks - window)
+    return longest, cdiv(longest, 2)
+
+
 class EqualRoles(NamedTuple):
     """Heads of one request and layer whose tails have the same slot roles, and the rounds that they have.
 
@@ -92,8 +102,7 @@ def layer_rounds(
         window: w of the request.
         prefix: p, tokens of its protected prefix.
     """
-    longest, groups = interval(every, budget - sinks - window), {}
-    shortest = cdiv(longest, 2)
+    (longest, shortest), groups = intervals(every, budget, sinks, window), {}
     for head, size in enumerate(budgets):
         if size - sinks - window > shortest:
             groups.setdefault(size, []).append(head)
@@ -168,21 +177,16 @@ def run_due_rounds(
     scale: float,
     sink_logits: torch.Tensor | None,
 ) -> None:
-    """Store the queries that a later round needs, and run the rounds that are due.
+    """Store the queries that a later round needs, and run the rounds that are due, see :func:`run_rounds`.
 
     Args:
         q: ``[R, Hq, D]``, the newest token of each request; or ``[L, Hq, D]``, the L newest tokens of one
             request, of which only the last may end a round.
         pages: the layer's cache, written in place.
-        table: ``[R, H, P]`` pages of the tails.
-        step: work of the rounds.
-        seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
-        rule: rule with rounds.
-        scale: factor on q . k.
-        sink_logits: ``[Hq]`` logits of attention sinks, or None.
+        table, step, seeds, rule, scale, sink_logits: as in :func:`run_rounds`.
     """
     rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
-    first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
+    first, states = rule.first_query(layout.head_size), table[:, :, : layout.state_blocks]
     if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
@@ -191,9 +195,34 @@ def run_due_rounds(
         requests = slice(None) if len(stored) == len(q) else torch.tensor(stored, device=q.device)
         places = torch.tensor([(ends[r] - 1) % rounds.queries for r in stored], device=q.device)
         store_queries(q[requests], pages, states[requests], places, first)
-    for r, group in step.rounds:
+    run_rounds(pages, table, step, seeds, rule, scale, q.shape[1] // layout.num_kv_heads, sink_logits)
+
+
+def run_rounds(
+    pages: Pages,
+    table: torch.Tensor,
+    step: Due,
+    seeds: torch.Tensor | None,
+    rule: RetentionRule,
+    scale: float,
+    group: int,
+    sink_logits: torch.Tensor | None,
+) -> None:
+    """Run the rounds that are due. A round reads no scores, so that it may be run again.
+
+    Args:
+        pages: the layer's cache, written in place.
+        table: ``[R, H, P]`` pages of the tails.
+        step: work of the rounds.
+        seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
+        rule: rule with rounds.
+        scale: factor on q . k.
+        group: G.
+        sink_logits: ``[Hq]`` logits of attention sinks, or None.
+    """
+    for r, roles in step.rounds:
         seed = None if seeds is None else seeds[r : r + 1]
-        _run_round(pages, table[r], ends[r], group, rule, scale, seed, q.shape[1] // layout.num_kv_heads, sink_logits)
+        _run_round(pages, table[r], step.ends[r], roles, rule, scale, seed, group, sink_logits)
 
 
 def _run_round(
@@ -216,10 +245,11 @@ def _run_round(
         group: G.
         sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
-    layout, rounds, retention = pages.layout, rule.rounds, ranked.retention
-    heads = torch.arange(layout.num_kv_heads) if ranked.heads is None else torch.tensor(ranked.heads)
-    positions, order = slot_positions(pages, row, tokens_seen, retention, heads=heads).sort(1)  # [heads, n]
-    chosen_heads, heads = heads, heads.to(order.device).unsqueeze(1)
+    layout, rounds, retention, device = pages.layout, rule.rounds, ranked.retention, row.device
+    heads = range(layout.num_kv_heads) if ranked.heads is None else ranked.heads
+    chosen_heads = send(list(heads), device)
+    positions, order = slot_positions(pages, row, tokens_seen, retention, heads=chosen_heads).sort(1)  # [heads, n]
+    heads = chosen_heads.unsqueeze(1)
     index = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
     chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in index)
     if isinstance(rounds, ExpectedLogits):
@@ -227,7 +257,8 @@ def _run_round(
         value = expected_logits(pages.k[chosen].float(), of_heads, tokens_seen)
     else:
         newest = _newest(rounds.queries, retention.window, tokens_seen)
-        queries = load_queries(pages, row, newest, group, _first_word(rule, layout.head_size))[chosen_heads]
+        queries = load_queries(pages, row, send(newest, device), group, rule.first_query(layout.head_size))
+        queries = queries[chosen_heads]
         sink_logits = None if sink_logits is None else sink_logits.view(-1, group)[chosen_heads]
         keys, values = pages.k[index].float(), pages.v[index].float()
         tokens = Tokens(positions, keys, values, queries, retention.sinks, retention.window, sink_logits)
@@ -239,17 +270,12 @@ def _run_round(
     pages.put(pages.score, chosen, (rank - rank.shape[1]).float())
 
 
-def _first_word(rule: RetentionRule, head_size: int) -> int:
-    """Return the offset of the queries in a head's state; they lie after scorer state and moments."""
-    return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
-
-
-def _newest(stored: int, window: int, tokens_seen: int) -> torch.Tensor:
+def _newest(stored: int, window: int, tokens_seen: int) -> list[int]:
     """Return the indices of the newest stored queries, oldest first.
 
     At most ``window`` queries are used, so that all of them come after every ranked token.
     """
-    return torch.arange(tokens_seen - min(stored, window), tokens_seen) % stored
+    return [q % stored for q in range(tokens_seen - min(stored, window), tokens_seen)]
 
 
 @dataclass(frozen=True)
@@ -333,7 +359,7 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
     weights = tokens.logits(scale).amax(2).softmax(-1)[..., : tokens.candidates].mean(1)
     importance = pool(F.max_pool1d, weights, rounds.neighbours)
     unit = tokens.keys / (tokens.keys.norm(dim=-1, keepdim=True) + 1e-8)
-    redundancy = torch.stack([_redundancy(head, rounds.similar) for head in unit])
+    redundancy = _redundancy(unit, rounds.similar)
     ranked = slice(tokens.sinks, tokens.candidates)
     return rounds.weight * importance[:, ranked] - (1 - rounds.weight) * redundancy[:, ranked]
 
@@ -361,14 +387,16 @@ def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> 
 
 
 def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:
-    """Return R ``[n]`` of keys ``unit [n, D]`` of length 1, oldest first."""
-    count = len(unit)
-    total, numbers = torch.zeros(count, device=unit.device), torch.arange(count, device=unit.device)
-    for rows in numbers.split(BLOCK):
-        cosine = unit[rows] @ unit.T
-        cosine[torch.arange(len(rows), device=unit.device), rows] = 0
+    """Return R ``[H, n]`` of keys ``unit [H, n, D]`` of length 1, oldest first; on a CPU head by head."""
+    heads, count, _ = unit.shape
+    if unit.device.type == "cpu" and heads > 1:
+        return torch.cat([_redundancy(head, similar) for head in unit.split(1)])
+    total = torch.zeros(heads, count, device=unit.device)
+    for begin in range(0, count, BLOCK):
+        cosine = unit[:, begin : begin + BLOCK] @ unit.mT  # [H, block, n]
+        cosine.diagonal(begin, 1, 2).zero_()
         alike = cosine > similar
-        newest = count - 1 - alike.flip(1).byte().argmax(1)
-        spared = torch.where(alike.any(1), cosine.gather(1, newest.unsqueeze(1)).squeeze(1), 0.0)
-        total += cosine.sum(0).index_add(0, newest, spared, alpha=-1)
-    return (total / count).softmax(0)
+        newest = count - 1 - alike.flip(2).byte().argmax(2)
+        spared = torch.where(alike.any(2), cosine.gather(2, newest.unsqueeze(2)).squeeze(2), 0.0)
+        total += cosine.sum(1).scatter_add_(1, newest, -spared)
+    return (total / count).softmax(1)

@@ -88,18 +88,19 @@ def test_decodes_are_the_leading_rows():
     assert leading_decodes([1, 1, 5]) == 2 and leading_decodes([1, 30, 1, 2]) == 1
     assert leading_decodes([1, 1, 0, 0]) == 4, "padding of a captured batch decodes"
     assert leading_decodes([2, 0, 1]) == 0 and leading_decodes([]) == 0
+    assert leading_decodes([4, 1, 3, 5, 2], 4) == 3 and leading_decodes([4, 3, 0], 4) == 3, "with three drafts"
 
 
 def same_protection(batch, expected, table, protected):
-    """Compare prefixes of the decode rows, protected tokens, and tails that begin in this step."""
+    """Compare prefixes of the decode rows, protected tokens of chunks, and tails that begin in this step."""
     d = batch.decodes
     assert batch.prefix.tokens.tolist() == protected[:d]
     assert torch.equal(batch.prefix.table, table[:d, : batch.prefix.table.shape[1]])
-    tokens, blocks, slots = batch.writes
-    assert tokens[:d].tolist() == list(range(d)) and (slots[blocks == 0] == 0).all()
-    written = [] if expected.writes is None else list(zip(*(x.tolist() for x in expected.writes), strict=True))
-    actual = zip(*(x[blocks != 0].tolist() for x in batch.writes), strict=True)
-    assert sorted(actual) == sorted(written)
+    written, of_chunks = (
+        [] if step.writes is None else sorted(zip(*(x.tolist() for x in step.writes), strict=True))
+        for step in (expected, batch)
+    )
+    assert of_chunks == [place for place in written if place[0] >= d], "kernels write those of rows"
     in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
     theirs = [] if expected.begun is None else expected.begun.prefix.tokens.tolist()
     ours = [] if batch.begun is None else batch.begun.prefix.tokens.tolist()
@@ -168,12 +169,45 @@ def test_rows_of_padding_behind_a_prefix(cause):
         table[1, 1] = table[2, first] = table[3, first] = 0
     rows.fill(4, lengths, table, slots, {"prefix": protected})
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
-    assert (rows.table[1:4] == 0).all() and (rows.token_blocks == 0).all() and (rows.token_slots == 0).all()
+    assert (rows.table[1:4] == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
         rows.fill(4, lengths, table, slots, {"prefix": protected})
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
-        assert rows.token_blocks[:4].tolist() == [0, 7, 0, 0] and rows.token_slots[:4].tolist() == [0, 1, 0, 0]
+        assert rows.prefix_table[1, 1] == 7
+
+
+@pytest.mark.parametrize("protected", [[0] * 5, [20, 40, 41, 30, 50], [16, 38, 41, 60, 49]])
+def test_rows_with_drafts(protected):
+    """Rows with drafts are those of the host. Requests with chunks have rows of what is staged."""
+    layout, sizes = PageLayout(HEADS, SIZE, torch.float32, 16, 500, drafts=3), KEPT["every step"]
+    rows = DeviceRows(layout, RequestSlots(0, 0, 40, 6), MOST, layout.blocks(40, 40), None, "cpu", LONGEST)
+    counts, lengths, drafts = [4, 2, 1, 9, 30], [20, 42, 41, 64, 80], [3, 1, 0, 0, 0]
+    slots = [RequestSlots(prefix, 0, sizes.budget, sizes.window) for prefix in protected]
+    (table, places), firsts = engine_tables(rows, counts), torch.tensor(ends(counts), dtype=torch.int32)
+    assert leading_decodes(counts, 4) == 3
+    rows.fill(5, torch.tensor(lengths), table, places, numbers_of(slots, ("prefix",)), firsts, 3)
+    of_device = rows.view(5, False, False)
+    of_host = plan_batch(layout, slots, counts, lengths, table[:5], drafts=drafts).rows
+    resumed = [i for i, prefix in enumerate(protected) if i > 2 and lengths[i] - counts[i] > prefix]
+    for i, r in enumerate([0, 1, 2, *resumed]):
+        blocks = layout.blocks(tokens, sizes.budget) if (tokens := lengths[r] - protected[r]) > 0 and r < 3 else 0
+        for name in ("tokens", "positions", "drafts"):
+            if name != "tokens" or r < 3:  # of a row with a chunk no token is read
+                assert getattr(of_device, name)[r] == getattr(of_host, name)[i], name
+        assert torch.equal(of_device.tails[r, :blocks], of_host.tails[i, :blocks])
+    assert (of_device.positions[[r for r in (3, 4) if r not in resumed]] == -1).all()
+    written = {
+        (first + j, int(table[r, (t := lengths[r] - counts[r] + j) // 16]), t % 16)
+        for r, first in enumerate(ends(counts)[:3])
+        for j in range(counts[r])
+        if lengths[r] - counts[r] + j < protected[r]
+    }
+    assert {place for place in zip(*(x.tolist() for x in of_device.writes), strict=True) if place[1]} == written
+    places[:] = -1
+    rows.fill(5, torch.tensor(lengths), table, places, {}, firsts, 3)
+    assert (rows.positions[:5] == -1).all() and (rows.drafts[:5] == -1).all()
+    assert (rows.table[:5] == 0).all() and (rows.token_blocks == 0).all()
 
 
 def test_a_narrow_block_table_is_taken_as_it_is():

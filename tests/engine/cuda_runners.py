@@ -69,6 +69,7 @@ class Runner:
 
     def __init__(self, config, group: AttentionGroup):
         self.config, self.group, self.names, self.steps = config, group, [], 0
+        self.longest = 1 + config.num_speculative_tokens  # tokens of a request in a graph
         with without_a_gpu():
             self.runner = self.make()
         self.runner.kv_cache_config, self.runner.attn_groups = cache_of(group), [[group]]
@@ -77,9 +78,9 @@ class Runner:
         backend = self.group.backend
         support = backend.get_builder_cls().get_cudagraph_support(self.config, None)
         resolve = self.config.compilation_config.resolve_cudagraph_mode_and_sizes
-        return resolve(support, backend.__name__, 1, use_v2_model_runner=v2)
+        return resolve(support, backend.__name__, self.longest, use_v2_model_runner=v2)
 
-    def step(self, counts, lengths, rows, prompts=None, asks=None):
+    def step(self, counts, lengths, rows, prompts=None, asks=None, drafts=None):
         """Return the metadata of a step, whose request i has the seed 100 + i.
 
         Args:
@@ -88,12 +89,16 @@ class Runner:
             rows: blocks of each request.
             prompts: prompt tokens of each request; None if all tokens are prompt.
             asks: resolved cache options of each request, or None.
+            drafts: drafts among the tokens of each request, or None.
         """
         output = SchedulerOutput.make_empty()
         output.finished_req_ids, self.steps = set(self.names), self.steps + 1
         self.names = [f"{self.steps}-{i}" for i in range(len(counts))]
         output.num_scheduled_tokens = dict(zip(self.names, counts, strict=True))
         output.total_num_scheduled_tokens = sum(counts)
+        output.scheduled_spec_decode_tokens = {
+            name: [1] * number for name, number in zip(self.names, drafts or (), strict=False) if number
+        }
         asks = [{} if options is None else {RESOLVED: options} for options in asks or [None] * len(counts)]
         requests = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
         for i, (name, count, length, row, prompt, extra) in enumerate(requests):
@@ -120,16 +125,16 @@ class Runner:
 class RunnerV1(Runner):
     def make(self):
         runner = v1.GPUModelRunner(self.config, CPU)
-        runner.cudagraph_dispatcher.initialize_cudagraph_keys(self.graph_mode(False), 1)
-        runner.reorder_batch_threshold = 1
+        runner.cudagraph_dispatcher.initialize_cudagraph_keys(self.graph_mode(False), self.longest)
+        runner.reorder_batch_threshold = self.group.get_metadata_builder().reorder_batch_threshold
         build = runner._build_attention_metadata
         runner._build_attention_metadata = _ending(lambda *args, **kwargs: build(*args, **kwargs)[0])
         return runner
 
     def dummy(self, rows, capture=False):
-        """Run a dummy step of ``rows`` requests with one token each and the last step's block table."""
+        """Run a dummy step of ``rows`` requests in a graph with the last step's block table."""
         options = {"uniform_decode": True, "is_graph_capturing": capture}
-        return self.built(lambda: self.runner._dummy_run(rows, CUDAGraphMode.FULL, **options))
+        return self.built(lambda: self.runner._dummy_run(rows * self.longest, CUDAGraphMode.FULL, **options))
 
 
 class RunnerV2(Runner):
@@ -137,8 +142,10 @@ class RunnerV2(Runner):
         runner = v2.GPUModelRunner(self.config, CPU)
         runner.model_state = DefaultModelState(self.config, None, None, CPU)
         runner.model_state.prepare_attn = _ending(runner.model_state.prepare_attn)
-        runner.sampler, runner.prompt_logprobs_worker, runner.decode_query_len = mock.Mock(), mock.Mock(), 1
-        runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(self.config, CPU, self.graph_mode(True), 1)
+        runner.sampler, runner.prompt_logprobs_worker, runner.decode_query_len = mock.Mock(), mock.Mock(), self.longest
+        runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(
+            self.config, CPU, self.graph_mode(True), self.longest
+        )
         runner.cudagraph_manager._graphs_captured = True
         spec = self.group.kv_cache_spec
         runner.block_tables = block_table.BlockTables(
@@ -150,8 +157,8 @@ class RunnerV2(Runner):
     def dummy(self, rows, capture=False):
         """Run the same dummy step; V2 has a separate function for graph capture."""
         if capture:
-            return self.recorded(rows, rows, full=True)
-        return self.built(lambda: self.runner._dummy_run(rows, uniform_decode=True))
+            return self.recorded(rows, rows * self.longest, full=True)
+        return self.built(lambda: self.runner._dummy_run(rows * self.longest, uniform_decode=True))
 
     def recorded(self, rows, tokens, full):
         """Return the metadata of a batch during capture of a full or piecewise graph."""

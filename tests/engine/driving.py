@@ -183,7 +183,7 @@ class Watched:
         """Check the blocks of all running requests at every step.
 
         A request holds the blocks that the spec counts. A prompt that votes is held until the step after its
-        end, and nothing of it afterwards. No block of a tail is shared, and none is lost.
+        end, on a GPU one more, and nothing of it afterwards. No block of a tail is shared, and none is lost.
         """
         total = self.recorder.pool.num_gpu_blocks - 1 - self.withheld  # vLLM never hands out the null block
         late, cuts = Counter(), self.spec.drafts if self.spec.rounds else 0
@@ -205,7 +205,7 @@ class Watched:
                     }
                     assert not any(row[column] for column in dropped) and dropped >= set(range(prefix))
                     row, full = [block for column, block in enumerate(row) if column not in dropped], 0
-                elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end
+                elif self.votes and tokens > protected + self.spec.late:  # a resumed chunk may hold the prompt's end
                     late[name] += 1
                 unshared += row[full:]
                 shared |= set(row[:full])

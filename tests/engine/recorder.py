@@ -105,9 +105,9 @@ class Recorder:
             tokens_seen = int(batch.num_computed_tokens_cpu[i]) + last - first
             for part, tensor in tensors.items():
                 self.tensors[name, impl.layer, part].append(tensor[first:last].clone())
-            retained = held_by_request(impl, kv_cache, metadata, last, tokens_seen)
-            if impl.policy.compresses and tokens_seen == self.scheduler.requests[name].num_prompt_tokens:
-                retained[:] = True  # the last token of a prompt has seen all of it
+            ends = impl.policy.compresses and tokens_seen == self.scheduler.requests[name].num_prompt_tokens
+            whole_prompt = torch.ones(impl.num_kv_heads, tokens_seen)  # its last token has seen all of it
+            retained = whole_prompt if ends else held_by_request(impl, kv_cache, metadata, last, tokens_seen)
             positions = [head.nonzero().flatten().tolist() for head in retained]
             self.retained[name][impl.layer].append(Held(tokens_seen, last - first, positions))
 
@@ -163,12 +163,9 @@ def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, tokens_se
         table, budgets, window, prefix = batch.table[row], batch.budgets[row], int(batch.windows[row]), batch.prefix
         end = int(batch.positions[row]) + 1
     tokens = 0 if prefix is None else int(prefix.tokens[row])
-    if rule.compresses and (after is None or end == tokens):
-        if after is None:
-            after = RequestSlots(tokens, tokens, 0, window, shift=tokens_seen - end)
-            made_row = prefix and prefix.table[row]
-        else:
-            made_row = part.made_table[0]
+    if rule.compresses and after is None and end > tokens:
+        after = RequestSlots(tokens, tokens, 0, window, shift=tokens_seen - end)
+        made_row = prefix and prefix.table[row]
         rule = replace(rule, window=after.window)
         return held_after_prompt(pages, table, tokens_seen, rule, budgets, after, blocks, made_row)
     if pages.raw.device.type != "cpu":

@@ -179,6 +179,7 @@ def served(request, case, folders):
     with pytest.MonkeyPatch.context() as patch:
         if request.param.endswith("GPU"):
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
+            patch.setattr(FixedBudgetBackend, "late", True)
         settings = matrix_case.settings | {"cartridge": [f"{name}={folder}" for name, folder in paths.items()]}
         with watched(matrix_case.model, settings, None, num_gpu_blocks_override=321) as engine:
             engine.poison(patch)

@@ -27,6 +27,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, MambaSpec, SlidingWindowSpec
 
+from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import MOST_PADDING
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
@@ -142,7 +143,8 @@ def test_models_with_attention_sinks(tmp_path, kind):
     assert chosen(config, **options).get_name() == "CUSTOM"
     options["has_sliding_window"] = True
     assert chosen(config, **options) is chosen(stock, **options)
-    assert "--kv-policy snapkv" in refusal(folder, {"policy": "snapkv", "budget": 64})
+    config, options["has_sliding_window"] = configure(folder, {"policy": "snapkv", "budget": 64}), False
+    assert chosen(config, **options).get_name() == "CUSTOM"
 
 
 def groups_of_layers(config, spec_of) -> list[tuple[str, int]]:
@@ -344,14 +346,19 @@ def test_without_kernels(model, monkeypatch, op):
     assert op in refusal(model, STREAMING)
 
 
-def test_policies_of_the_cpu(model, tmp_path):
-    compressing, rounds = "compression of prompts at their end", "scores made anew in rounds"
-    reasons = {"snapkv": compressing, "adakv": compressing, "vase": rounds, "rkv": rounds, "triattention": rounds}
-    statistics = {"calibration": str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))}
-    for policy, reason in reasons.items():
-        message = refusal(model, {"policy": policy, "budget": 200} | (statistics if policy == "triattention" else {}))
-        assert f"--kv-policy {policy} on a GPU" in message
-        assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
+@pytest.mark.parametrize("policy", policies.known())
+def test_every_policy(model, tmp_path, policy):
+    """Every policy gets the backend, with full graphs of decode steps."""
+    settings = {"policy": policy, "budget": 200}
+    if policies.get(policy).calibrated:
+        settings["calibration"] = str(random_statistics_folder(tmp_path, ModelShape.of(model, 256)))
+    if (kind := policies.get(policy).scorer_kind) is not None:
+        scorer = write_random_scorer(tmp_path / "scorer", model, kind, sinks=2, window=6, topk=32)
+        settings = {"policy": policy, "scorer": str(scorer)}
+    if policy == "full":
+        del settings["budget"]
+    config = configure(model, settings)
+    assert chosen(config).get_name() == "CUSTOM" and resolved(config).name == "FULL_AND_PIECEWISE"
 
 
 def test_requests_have_one_budget_where_heads_are_unequal(model):
@@ -424,14 +431,14 @@ def resolved(config, v2=False):
     return config.compilation_config.resolve_cudagraph_mode_and_sizes(*support(config), 1, use_v2_model_runner=v2)
 
 
-def test_single_tokens_are_what_is_declared(model):
-    """Graphs of several tokens per request are not declared; only speculative decoding would use them."""
+def test_equally_long_requests_are_what_is_declared(model):
+    """Graphs of several tokens per request are declared; only speculative decoding uses them."""
     from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 
     config = configure(model)
     of_v2 = get_attn_cg_support([[group_of(config)]], config)
     assert support(config)[0] is of_v2.min_cg_support
-    assert of_v2.min_cg_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+    assert of_v2.min_cg_support.name == "UNIFORM_BATCH"
 
 
 @pytest.mark.parametrize("v2", [False, True])

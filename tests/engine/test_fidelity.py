@@ -39,9 +39,10 @@ SLOW = {
     "query channel, protected": ("llama", "dms-query", ALL),
     "fixed shares, moments, GPU": ("qwen3", "streaming-llm", PYRAMID | MOMENT),
     "fixed shares, protected, GPU": ("llama", "streaming-llm", PYRAMID | {"protect_prompt": 17}),
-    "prompt phase, fixed shares": ("llama", "pyramidkv", ALL),
+    "prompt phase, fixed shares, GPU": ("llama", "pyramidkv", ALL),
+    "divided shares, GPU": ("qwen3", "adakv", ALL | {"budget": 64}),
     "rounds, fixed shares": ("qwen3", "rkv", PYRAMID),
-    "rounds, protected": ("llama", "vase", ALL),
+    "rounds, protected, GPU": ("llama", "vase", ALL),
     "rounds, statistics": ("qwen3", "triattention", {}),
     "rounds, statistics, protected": ("llama", "triattention", {"protect_prompt": 33}),
     "moments, protected": ("llama", "momentkv", {"protect_prompt": 40}),
@@ -66,6 +67,7 @@ def served(request, case):
         on_gpu = request.param.endswith("GPU")
         if on_gpu:
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
+            patch.setattr(FixedBudgetBackend, "late", True)
         matrix_case = case(kind, policy, **options)
         shares = not request.param.endswith("no sharing")
         options = {"num_gpu_blocks_override": 241} | ({} if shares else {"enable_prefix_caching": False})

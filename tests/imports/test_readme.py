@@ -278,7 +278,7 @@ def test_policies_are_described_as_declared():
         expected = "held whole" if policy.compresses else "token by token" if coupled else "in chunks"
         assert prefill.startswith(expected) and ("cut every" in prefill) == rounds
         assert ("a scorer" in needs) == (policy.scorer_kind is not None)
-        assert ("a CPU" in needs) == (policy.compresses or rounds)
+        assert ("a calibration" in needs) == policy.calibrated
         first = policy.state.partition(" float32")[0].strip("-")
         assert state == (first or "none") or policy.state.startswith(state.partition(" + ")[0])
 

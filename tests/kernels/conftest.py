@@ -43,11 +43,11 @@ def small(monkeypatch):
     Pieces have 16 tokens, tiles 16 rows and keys. Lists cover two blocks of queries and are made 16 keys at a
     time. Four slots are searched at a time, and ranks are sorted 16 at a time.
     """
-    from kvpop_vllm.kernels.triton import _prefill_attend, _prefill_plan, online_topk, prefill_chunk, running_topk
+    from kvpop_vllm.kernels.triton import _prefill_attend, _prefill_plan, online_topk, running_topk
     from kvpop_vllm.kernels.triton._tiles import Tile
 
     monkeypatch.setattr(_prefill_plan, "PIECE", 16)
-    monkeypatch.setattr(prefill_chunk, "WIDTH", 16)
+    monkeypatch.setattr(_prefill_plan, "WIDTH", 16)
     monkeypatch.setattr(online_topk, "BLOCK", 4)
     monkeypatch.setattr(running_topk, "BLOCK", 16)
     monkeypatch.setattr(_prefill_attend, "LISTED", 16)

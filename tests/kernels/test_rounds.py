@@ -211,6 +211,6 @@ def test_heads_of_unequal_shares_at_sizes_of_serving(tmp_path, protected, seed):
 
 def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
     unit = torch.nn.functional.normalize(torch.randn(100, 6, generator=torch.Generator().manual_seed(7)), dim=-1)
-    expected = rounds._redundancy(unit, 0.5)
+    expected = rounds._redundancy(unit.unsqueeze(0), 0.5)
     monkeypatch.setattr(rounds, "BLOCK", 7)
-    assert torch.allclose(rounds._redundancy(unit, 0.5), expected, atol=1e-7)
+    assert torch.allclose(rounds._redundancy(unit.unsqueeze(0), 0.5), expected, atol=1e-7)

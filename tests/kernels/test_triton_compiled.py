@@ -39,7 +39,7 @@ def test_every_kernel_compiles(compiled):
         re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
     ]
     written = {kernel for names in launched for kernel in names}
-    assert len(written) == 10 + 8 + 7 + 9
+    assert len(written) == 12 + 8 + 7 + 9
     rows = [row for row in compiled["rows"] if row["op"] not in ("biased", "large")]
     kernels = {(row["arch"], row["dtype"], row["size"]): set() for row in rows}
     for row in rows:
@@ -152,7 +152,7 @@ def test_steps_read_nothing_ahead_of_their_token(compiled):
 
 def test_scores_round_as_in_the_reference(compiled):
     """Kernels that compare scores in float64 have no fused multiply-adds; the interpreter never has any."""
-    ranking = ("_cells", "_evict_and_insert", "_simulate", "_steps", "_advance", "_draft_cells", "_plan")
+    ranking = "_cells", "_evict_and_insert", "_sort_entries", "_simulate", "_steps", "_advance", "_draft_cells", "_plan"
     assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
         (kernel, False) for kernel in ranking
     }
@@ -193,8 +193,8 @@ def test_a_prefill_does_not_wait_for_the_device(compiled):
 
 
 def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(compiled):
-    """As many tokens of five requests take what those of one take, but for a sort of candidates by request."""
-    chunks, limits = {}, {"mlstm": (10, 220), "mlp": (8, 80), "gate_scores-ages": (7, 30)}
+    """As many tokens of five requests take what those of one take."""
+    chunks, limits = {}, {"mlstm": (10, 170), "mlp": (8, 40), "gate_scores-ages": (7, 20)}
     limits |= dict.fromkeys(("mass-mean", "moment-corrected", "mlstm-corrected"), (1, 25))  # for three tokens of each
     for chunk in compiled["chunks"]:
         about = chunk["case"], chunk["protected"], chunk["biased"]
@@ -203,7 +203,7 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
     for (case, *_), layers in chunks.items():
         for one, five in zip(layers[1], layers[5], strict=True):
             assert five["launches"] == one["launches"], case
-            assert abs(len(five["ops"]) - len(one["ops"])) <= 12, case
+            assert abs(len(five["ops"]) - len(one["ops"])) <= 2, case
         for layer in (layers[1][1], layers[5][1]):
             assert len(layer["launches"]) <= limits[case][0] and len(layer["ops"]) <= limits[case][1], case
 

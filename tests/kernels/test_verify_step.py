@@ -156,7 +156,7 @@ if not INTERPRETED:
         ]
         check_steps(p, isa, rounds, [0, 3, 21, 30])
 
-    @pytest.mark.parametrize("isa", ["reference", ISAS[-1]])
+    @pytest.mark.parametrize("isa", ["reference", *ISAS])
     @pytest.mark.parametrize("case", ["none", "mlstm", "mlstm-corrected", "mass-mean", "gate_scores-threshold"])
     @pytest.mark.parametrize("accepted", [(0, 0, 0), (4, 4, 4), (2, 3, 1), (1, 0, 4)], ids=str)
     def test_a_prefix_that_ends_among_the_drafts(accepted, case, isa):

@@ -258,9 +258,10 @@ inline int64_t row_floats(const DecodeStep& a) {
 inline int64_t partial_floats(const DecodeStep& a) {
     return Pieces::round(a.group * row_floats(a)) + 2 * Pieces::round(a.group);
 }
+// Size of a Begun whose parts follow one another.
+inline int64_t begun_floats(const DecodeStep& a) { return Pieces::round(a.group * row_floats(a)) + partial_floats(a); }
 inline int64_t attend_scratch(const DecodeStep& a) {
-    return Pieces::round(a.group * row_floats(a)) + partial_floats(a) + Pieces::round(a.group * a.mass_row) +
-           correction_scratch(a);
+    return begun_floats(a) + Pieces::round(a.group * a.mass_row) + correction_scratch(a);
 }
 
 // Sums of one head over some of its slots: a row of the output, maximum and sum per query head.
@@ -269,6 +270,23 @@ struct Partial {
     Partial(const DecodeStep& a, float* floats) {
         Pieces pieces{floats};
         acc = pieces.take(a.group * row_floats(a)), maximum = pieces.take(a.group), total = pieces.take(a.group);
+    }
+};
+
+// Rows of the queries of one head, and its sums over the slots that they have seen.
+struct Begun {
+    float* q;
+    Partial sums;
+    static Begun at(const DecodeStep& a, float* floats) {
+        Pieces pieces{floats};
+        float* rows = pieces.take(a.group * row_floats(a));
+        return {rows, Partial(a, pieces.next)};
+    }
+    // The one that lies so many floats later.
+    Begun later(int64_t floats) const {
+        Begun other = *this;
+        other.q += floats, other.sums.acc += floats, other.sums.maximum += floats, other.sums.total += floats;
+        return other;
     }
 };
 
@@ -285,27 +303,43 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Computes the sums of request r, KV head h over slots [begin, end) of its prefix and then its tail. q:
-// 64-byte aligned scratch for the rows of q. fetch_next: the next request and head still have to search for
-// a victim. logits: [G, mass_row] by slot of the tail, or null.
+// Begins the sums of request r, KV head h over no slots, with the rows of q in 64-byte aligned memory.
 template <class A>
-void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t end, bool fetch_next, float* q,
-               const Partial& sums, float* logits) {
+void begin_sums(const DecodeStep& a, int64_t r, int64_t h, const Begun& begun) {
+    const RowShape<typename A::Item> shape(a.size);
+    const int64_t floats = a.group * shape.floats;
+    for (int64_t i = 0; i < floats; i++) begun.q[i] = 0;
+    for (int64_t i = 0; i < floats; i++) begun.sums.acc[i] = 0;
+    for (int64_t g = 0; g < a.group; g++) {
+        begun.sums.maximum[g] = -__builtin_inff(), begun.sums.total[g] = 0;
+        for (int64_t e = 0; e < a.size; e++) A::put_q(begun.q + g * shape.floats, e, read_q(a, r, h * a.group + g, e));
+    }
+}
+
+// Adds one tile to the sums of a head. logits: [G, mass_row] of the tile's slots, or null.
+template <class A, class T = typename A::Item>
+KVPOP_INLINE void add_tile(const DecodeStep& a, const Tile<T>& tile, const RowShape<T>& shape, const Begun& begun, float* logits) {
+    const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
+    for (int64_t pass = 0; pass < passes; pass++) {
+        const int64_t g = a.group * pass / passes, last = a.group * (pass + 1) / passes, row = g * shape.floats;
+        const Softmax s{begun.q + row, begun.sums.acc + row, begun.sums.maximum + g, begun.sums.total + g,
+                        shape.floats,  a.scale,              logits ? logits + g * a.mass_row : nullptr, a.mass_row};
+        attend_group<A>(int(last - g), tile, shape, s);
+    }
+}
+
+// Adds slots [begin, end) of the prefix and then the tail of request r, KV head h to the sums of `count` tokens that see
+// all of these slots, begun_floats() apart. fetch_next: the next request and head still have to search for a victim.
+// logits: [G, mass_row] by slot of the tail, or null.
+template <class A>
+void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t end, bool fetch_next, const Begun& begun,
+               int64_t count, float* logits) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
-    const int64_t floats = a.group * shape.floats;
-    float *acc = sums.acc, *maximum = sums.maximum, *total = sums.total;
-    for (int64_t i = 0; i < floats; i++) q[i] = 0;
-    for (int64_t i = 0; i < floats; i++) acc[i] = 0;
-    for (int64_t g = 0; g < a.group; g++) {
-        maximum[g] = -__builtin_inff(), total[g] = 0;
-        for (int64_t e = 0; e < a.size; e++) A::put_q(q + g * shape.floats, e, read_q(a, r, h * a.group + g, e));
-    }
     // Prefetch the scores of the request and head that usually follow on this thread, for their search for
     // a victim.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
     const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.in_use(next_r, next_h) : 0;
-    const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
     const int64_t prefix = a.prefix_seen(r), biases = a.biased(r) < prefix ? a.biased(r) : prefix;
     for (int64_t slot = begin; slot < end;) {
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
@@ -319,13 +353,7 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
         slot += n;
         const T* next = slot < end ? seen_row<T>(a, r, h, slot, prefix) : k;
         const Tile<T> tile{k, k + to_v, next, next + to_v, int(n), int(biased > 0 ? biased : 0), bias};
-        for (int64_t pass = 0; pass < passes; pass++) {
-            const int64_t g = a.group * pass / passes, last = a.group * (pass + 1) / passes;
-            const int64_t row = g * shape.floats;
-            const Softmax s{q + row,      acc + row, maximum + g, total + g,
-                            shape.floats, a.scale,   own ? own + g * a.mass_row : nullptr, a.mass_row};
-            attend_group<A>(int(last - g), tile, shape, s);
-        }
+        for (int64_t i = 0; i < count; i++) add_tile<A>(a, tile, shape, begun.later(i * begun_floats(a)), own);
     }
 }
 
@@ -383,21 +411,36 @@ KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
     else f(Widened<float>{});
 }
 
-// Runs attention of one head over its prefix and slots [0, used). scratch: attend_scratch() floats.
-inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, float* scratch) {
+// Runs attention of one head over its prefix and slots [0, used). scratch: attend_scratch() floats. begun: begun_floats()
+// with the sums over the prefix, or null.
+inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, float* scratch, float* begun = nullptr) {
     with_attention(a, [&](auto way) {
         using A = decltype(way);
-        Pieces pieces{scratch};
-        float* q = pieces.take(a.group * row_floats(a));
+        Pieces pieces{scratch + begun_floats(a)};
         float* logits = a.scorer.coupled() ? pieces.take(a.group * a.mass_row) : nullptr;
-        const Partial sums(a, pieces.next);
-        sum_slots<A>(a, r, h, 0, a.prefix_seen(r) + used, true, q, sums, logits);
+        const int64_t prefix = a.prefix_seen(r);
+        const Begun own = Begun::at(a, begun ? begun : scratch);
+        const Partial& sums = own.sums;
+        if (!begun) begin_sums<A>(a, r, h, own);
+        sum_slots<A>(a, r, h, begun ? prefix : 0, prefix + used, true, own, 1, logits);
         if (a.sink_logits) add_sinks(a, h, sums);
         Correction evicted;
         const int64_t count = a.corrects && !a.in_prefix(r) ? a.evicted(r, h, a.position(r) + 1) : 0;
-        if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next + partial_floats(a)});
+        if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next});
         write_output<A>(a, r, h, sums, count > 0 ? &evicted : nullptr);
         if (logits && used) put_mass(a, r, h, used, logits, sums);
+    });
+}
+
+// Begins the sums of a token of request 0, with those of no slots.
+inline void begin_token(const DecodeStep& a, int64_t h, float* begun) {
+    with_attention(a, [&](auto way) { begin_sums<decltype(way)>(a, 0, h, Begun::at(a, begun)); });
+}
+
+// Adds the prefix of request 0 to the sums of `count` tokens that see all of it: each of its tiles is read once for all.
+inline void sum_prefix(const DecodeStep& a, int64_t h, float* begun, int64_t count) {
+    with_attention(a, [&](auto way) {
+        sum_slots<decltype(way)>(a, 0, h, 0, a.prefix_seen(0), false, Begun::at(a, begun), count, nullptr);
     });
 }
 
@@ -408,7 +451,10 @@ inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, int64_t used,
     const int64_t seen = a.prefix_seen(r) + used, tiles = (seen + TILE - 1) / TILE;
     const int64_t begin = tiles * part / parts * TILE, end = tiles * (part + 1) / parts * TILE;
     with_attention(a, [&](auto way) {
-        sum_slots<decltype(way)>(a, r, h, begin, end < seen ? end : seen, false, scratch, Partial(a, sums), nullptr);
+        using A = decltype(way);
+        const Begun begun{scratch, Partial(a, sums)};
+        begin_sums<A>(a, r, h, begun);
+        sum_slots<A>(a, r, h, begin, end < seen ? end : seen, false, begun, 1, nullptr);
     });
 }
 

@@ -153,11 +153,16 @@ struct TokensOfHead {
     }
 };
 
+// Largest number of tokens of a request that attend in one step after a prefix; committed ones do if masses are kept.
+inline int64_t most_attending(const VerifyStep& v) {
+    if (!v.step.prefix_raw) return 0;
+    return 1 + v.most_drafts * (v.step.scorer.coupled() ? 2 : 1);
+}
 inline int64_t verify_scratch(const VerifyStep& v) {
     const DecodeStep& a = v.step;
     const int64_t log = a.cache_is_bf16 ? UndoLog<bf16>::words(v) : UndoLog<float>::words(v);
     const int64_t rows = a.heads * a.group;
-    return scratch_floats(a) + Pieces::round(rows * a.size) + Pieces::round(rows) + log;
+    return scratch_floats(a) + Pieces::round(rows * a.size) + Pieces::round(rows) + log + most_attending(v) * begun_floats(a);
 }
 
 // Projects tokens [first, first + count) of a head, at most BATCH, for the mLSTM, before any of them has been processed.
@@ -193,6 +198,13 @@ void verify_head_of(const VerifyStep& v, int64_t r, int64_t h, float* scratch) {
     MLSTMBatch batch(a, pieces);
     float *outputs = more.take(a.heads * a.group * a.size), *log_sums = more.take(a.heads * a.group);
     UndoLog<T> log(v, a, h, more);
+    const int64_t attending = a.scorer.coupled() ? tokens.begin() : c;  // first token that attends
+    float* begun = tokens.prefix > 0 && c >= tokens.prefix ? more.next : nullptr;
+    for (int64_t t = attending; begun && t < end; t++) {
+        tokens.at(t, outputs, log_sums);
+        begin_token(a, h, begun + (t - attending) * begun_floats(a));
+    }
+    if (begun && attending < end) sum_prefix(a, h, begun, end - attending);
     for (int64_t first = tokens.begin(), count; first < end; first += count) {
         count = end - first < BATCH ? end - first : BATCH;
         if (recurrent) project_tokens(tokens, first, count, batch);
@@ -201,7 +213,8 @@ void verify_head_of(const VerifyStep& v, int64_t r, int64_t h, float* scratch) {
             tokens.at(t, outputs, log_sums);
             if (logs && t == c + 1) log.begin();
             const int64_t used = retain_of<T>(a, 0, h, batch, i, pieces, log);
-            if (t >= c || a.scorer.coupled()) attend(a, 0, h, used, attention);
+            if (t < attending) continue;
+            attend(a, 0, h, used, attention, begun ? begun + (t - attending) * begun_floats(a) : nullptr);
         }
     }
     if (c + (drafts > 0 ? drafts : 0) < tokens.prefix) return;  // no page of the tail has been claimed

@@ -209,7 +209,7 @@ class PromptVotes:
 
     def after(self, slots: RequestSlots) -> RequestSlots:
         """Return what a request is after the end of its prompt: an unprotected one."""
-        return slots._replace(prefix=0, made_slots=0)
+        return slots._replace(prefix=0, made_slots=0, left=slots.prefix)
 
 
 class _StoresQueries:
@@ -250,9 +250,8 @@ class PromptMatching(_StoresQueries):
         prompt, budget, window = slots.prefix, slots.budget, slots.window
         made_slots = min(max(0, prompt - window), budget - window)
         ring = budget - made_slots
-        return slots._replace(
-            prefix=made_slots, made_slots=made_slots, budget=ring, window=ring, shift=max(0, prompt - budget)
-        )
+        sizes = {"prefix": made_slots, "made_slots": made_slots, "budget": ring, "window": ring}
+        return slots._replace(**sizes, shift=max(0, prompt - budget), left=prompt)
 
 
 @dataclass(frozen=True)
@@ -466,6 +465,11 @@ class RetentionRule(Retention):
         moments = moment_floats(head_size) if self.keeps_moments else 0
         queries = sum(part.state_floats(head_size) for part in (self.compression, self.rounds) if part is not None)
         return self.scorer.state_floats + moments + queries
+
+    def first_query(self, head_size: int) -> int:
+        """Return the offset in a head's state, in float32 values, of the queries that votes or rounds read."""
+        part = self.compression or self.rounds
+        return self.state_floats(head_size) - part.state_floats(head_size)
 
     def draft_query_bytes(self, group: int, head_size: int, dtype: torch.dtype) -> int:
         """Return the bytes of the queries that are staged with a draft of one KV head.

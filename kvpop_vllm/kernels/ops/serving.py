@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from kvpop_vllm.cache.chunks import Chunks
 from kvpop_vllm.cache.pages import Pages, Prefix
-from kvpop_vllm.kernels.dispatch import resolve
+from kvpop_vllm.kernels.dispatch import chosen, resolve
 from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import RetentionRule
 
@@ -29,6 +30,7 @@ def decode_step(
     seeds: torch.Tensor | None = None,
     windows: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token: update state, score, evict, insert and attend.
@@ -45,12 +47,12 @@ def decode_step(
     If scores come from attention, the query's weights are written to the score fields at the end, or added to
     them. A gate score is stored in its token's score field at insertion.
 
-    A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
-    tail (:class:`kvpop_vllm.roles.Retention`). The tail begins again at ``q = p``: earlier slot contents are ignored,
-    except the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
-    already. It attends to the tokens up to itself, and nothing is written. The first ``biased`` tokens of a prefix may
-    have a bias per KV head, stored in their score fields: it is added to their scaled logits, so that outputs,
-    log-sum-exps and attention masses follow from it (:class:`Prefix`).
+    A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the tail
+    (:class:`kvpop_vllm.roles.Retention`). The tail begins again at ``q = p``: earlier slot contents are ignored, except
+    the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages already, but
+    for the Triton implementation, which writes it there. It attends to the tokens up to itself, and nothing else is
+    written. The first ``biased`` tokens of a prefix may have a bias per KV head, stored in their score fields: it is
+    added to their scaled logits, so that outputs, log-sum-exps and attention masses follow from it (:class:`Prefix`).
 
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.
@@ -70,6 +72,7 @@ def decode_step(
         sink_logits: ``[Hq]`` float32 on q's device, contiguous, or None for a model without attention sinks. A query
             head's sink is one more key with this logit and a value of 0, which no slot holds. Outputs, log-sum-exps
             and attention masses follow from it.
+        out: ``[R, Hq, D]`` in q's dtype, contiguous, written and returned; None for a new tensor.
         impl: implementation.
 
     Returns:
@@ -83,13 +86,28 @@ def decode_step(
         ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape, or logits of sinks
             have. In C++ also numbers of biased tokens that are negative or exceed the prefix.
     """
-    run = resolve("decode_step", impl, q)
+    run = _writing(out, "decode_step", impl, q)
     _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
     more |= {"windows": windows, "sink_logits": sink_logits}
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
+
+
+def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
+    """Return the implementation of an op that returns ``out``: Triton writes outputs there, those of others are copied."""
+    run = resolve(op, impl, q)
+    if out is None:
+        return run
+    if chosen(op, impl, q) == "triton":
+        return functools.partial(run, out=out)
+
+    def copied(*args, **options):
+        outputs, lse = run(*args, **options)
+        return out.copy_(outputs), lse
+
+    return copied
 
 
 def verify_step(
@@ -169,8 +187,8 @@ def verify_step(
         ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no
             room for the rule's queries.
         NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
-            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. Windows of
-            requests that are smaller than m are not noticed: the caller checks them.
+            (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. A request
+            with more drafts than its own w gets NaN, and nothing is written for it.
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)
@@ -237,6 +255,7 @@ def prefill_chunk(
     prefix: Prefix | None = None,
     seeds: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Process a chunk of L_r tokens of each of R requests, T tokens in all (DESIGN "One step").
@@ -259,6 +278,7 @@ def prefill_chunk(
             count as in :func:`decode_step`.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
         sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
+        out: ``[T, Hq, D]``, as in :func:`decode_step`.
         impl: implementation.
 
     Returns:
@@ -269,7 +289,7 @@ def prefill_chunk(
             Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`.
     """
-    run = resolve("prefill_chunk", impl, q)
+    run = _writing(out, "prefill_chunk", impl, q)
     _check_sinks(sink_logits, q)
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
     more["sink_logits"] = sink_logits

@@ -22,7 +22,8 @@ from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder
-from kvpop_vllm.requests import CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
+from kvpop_vllm.requests import BUDGET, CARTRIDGES, Placed, RequestSlots, UnknownCartridge, named, resolve
+from kvpop_vllm.vllm_glue.start.cuda import check_drafts
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -176,6 +177,7 @@ def resolved(
         head = _head_of([(name, names.served[name].head) for name in placed], prompt, begin)
         prompt_length = max(0, len(prompt) - len(head))
         slots = resolve(names.policy, options, prompt_length, tuple(placed.values()))
+        check_drafts(vllm_config, slots.window, BUDGET)
     except UnknownCartridge as error:
         raise VLLMNotFoundError(str(error)) from None
     except ConfigError as error:

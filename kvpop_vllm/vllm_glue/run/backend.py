@@ -52,11 +52,15 @@ class FixedBudgetBackend(AttentionBackend):
     """Replacement of vLLM's CPU attention while a policy is on; :func:`for_config` binds it to one engine.
 
     For GPUs see :mod:`kvpop_vllm.vllm_glue.run.cuda_backend`.
+
+    Attributes:
+        late: True if a prompt that a step has ended is compressed at the beginning of the request's next one.
     """
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
     drafts: ClassVar[int] = 0
+    late: ClassVar[bool] = False
     stages: ClassVar[list[tuple[int, int]]] = []
 
     forward_includes_kv_cache_update = True
@@ -139,6 +143,7 @@ class FixedBudgetBackend(AttentionBackend):
             snapshots=takes_snapshots(cls.policy),
             draws=cls.policy.draws,
             compression=cls.policy.compression,
+            late=cls.late,
             window=cls.policy.retention.window,
             max_window=cls.policy.max_window,
             cartridges=(room := cartridge_room(cls.policy))[0],

@@ -15,6 +15,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
+from kvpop_vllm.cache.divided_heads import divided_blocks
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
@@ -167,7 +168,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         """Free the blocks that a compressed prompt no longer needs; full ones stay in the prefix cache."""
         slots = self.requests.get(request_id)
         compresses = slots is not None and self.kv_cache_spec.compression is not None
-        if compresses and 0 < slots.prefix <= processed_computed_tokens:
+        if compresses and 0 < slots.prefix <= processed_computed_tokens - self.kv_cache_spec.late:
             for first, last in self.kv_cache_spec.dropped(slots):
                 self._remove_blocks_in_range(request_id, first, last)
 
@@ -240,6 +241,7 @@ class FixedBudgetSpec(AttentionSpec):
         window: w of the server.
         max_window: w of a request with the largest budget.
         compression: way in which prompts are compressed at their end, None if they are not.
+        late: True if a prompt is compressed at the beginning of the step after its end.
         shares: how heads divide the slots of a request where they are unequal, else None.
         largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest
             budget.
@@ -265,6 +267,7 @@ class FixedBudgetSpec(AttentionSpec):
     draft_query_bytes: int = 0
     rounds: int = 0
     compression: Compression | None = None
+    late: bool = False
     shares: Division | None = None
     largest: tuple[tuple[int, int], ...] = ()
     reserve: bool = False
@@ -297,6 +300,12 @@ class FixedBudgetSpec(AttentionSpec):
         sizes, slots = (self.sinks, self.block_size, self.state_blocks, self.num_kv_heads), slots or self.slots()
         by_rank = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
         return max(request_blocks(length, slots, sizes, shares, self.compression) for shares in by_rank)
+
+    def most_tail_blocks(self, length: int) -> int:
+        """Return the most blocks of state and tail that a request of ``length`` tokens can hold."""
+        if self.compression is not None and self.compression.adaptive_head_budgets:
+            return self.state_blocks + divided_blocks(self.num_kv_heads, self.max_budget, self.block_size)
+        return self.blocks(length, self.slots(budget=self.max_budget))
 
     def dropped(self, slots: RequestSlots) -> list[tuple[int, int]]:
         """Return the columns of a request's row that it no longer needs after the end of its prompt, first and last + 1."""

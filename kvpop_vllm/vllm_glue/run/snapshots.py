@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpop_vllm.requests import RequestSlots, protects_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
@@ -248,10 +249,13 @@ class Snapshots:
             for manager in self.managers:
                 if isinstance(manager, FixedBudgetManager):
                     missing += manager.most_missing(name)
+                    continue
+                if isinstance(manager.kv_cache_spec, FullAttentionSpec):  # of layers that draft, ahead of the text
+                    bound = cdiv(self.manager.final[name] + self.manager.kv_cache_spec.drafts, manager.block_size)
                 else:
                     bound = _most_blocks(manager.kv_cache_spec, in_flight, self.manager.final[name])
-                    skipped = manager.get_num_skipped_tokens(request.num_computed_tokens) // manager.block_size
-                    missing += max(0, bound - max(0, len(manager.req_to_blocks.get(name, ())) - skipped))
+                skipped = manager.get_num_skipped_tokens(request.num_computed_tokens) // manager.block_size
+                missing += max(0, bound - max(0, len(manager.req_to_blocks.get(name, ())) - skipped))
         return missing
 
     def _place(self, request: Request, length: int) -> tuple[Key, tuple[int, ...]]:

@@ -39,7 +39,9 @@ def prepare_attn(original, self, input_batch, *args, **kwargs):
     """Wrap the building of a step's metadata in model runner V2."""
     rows, params = input_batch.idx_mapping_np, self.__dict__.get(_PARAMS, {})
     sampling, prompts = [params.get(name) for name in input_batch.req_ids], self.req_states.prompt_len.np[rows].tolist()
-    _hand_over((group for groups in self.attn_groups for group in groups), sampling, prompts)
+    counts = input_batch.num_draft_tokens_per_req
+    drafts = None if counts is None else counts.tolist()
+    _hand_over((group for groups in self.attn_groups for group in groups), sampling, prompts, drafts)
     return original(self, input_batch, *args, **kwargs)
 
 
@@ -50,7 +52,7 @@ def _hand_over(groups: Iterable, params: list, prompts: list[int], drafts: list[
         groups: attention groups, those of other backends among them.
         params: sampling parameters of each request, or None.
         prompts: tokens of each prompt.
-        drafts: drafts of each request, -1 for a chunk of a prompt; None without speculative decoding.
+        drafts: drafts of each request, 0 or -1 for a chunk of a prompt; None in a step without drafts.
     """
     for builder in (builder for group in groups for builder in group.metadata_builders):
         if hasattr(builder, "take_requests"):

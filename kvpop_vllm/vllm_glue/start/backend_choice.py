@@ -1,7 +1,7 @@
 """Choice of attention backends: registered paths that resolve to vLLM's own unless the engine has a policy.
 
-With a policy they resolve to ours for layers with full attention. Layers of windows and chunks get what vLLM would
-choose.
+With a policy they resolve to ours for layers with full attention. Layers of windows and chunks, and those of draft
+models, get what vLLM would choose.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ custom_before: str | None = None
 """Path of the class that another plugin had registered as the backend CUSTOM, if any."""
 _stock_layer: ContextVar[bool] = ContextVar("stock layer", default=False)
 """True while a backend is chosen for a layer that a policy does not act on."""
+_draft_model: ContextVar[bool] = ContextVar("draft model", default=False)
+"""True while a model is loaded that drafts for the one that a policy acts on."""
 
 
 def register() -> None:
@@ -68,6 +70,11 @@ def cached_get_attn_backend(install, original, *args, **kwargs):
     vllm_config = current_config()
     if vllm_config is None:
         return original(*args, **kwargs)
+    if _draft_model.get():
+        # its config may name the backend of the layers that the policy acts on, or no layers of these
+        kwargs["backend"] = vllm_config.speculative_config.attention_backend
+        with stock_layer():
+            return _uncached(original, *args, **kwargs)
     policy = engine_policy(vllm_config)
     install(policy)
     if _stock_layer.get() or (SLIDING in policy.model.kinds and kwargs["attn_selector_config"].has_sliding_window):
@@ -87,6 +94,15 @@ def chunked_backend(original, *args, **kwargs):
     """Wrap the choice of the backend of a layer with chunked attention, which does not say that it is one."""
     with stock_layer():
         return original(*args, **kwargs)
+
+
+def load_draft_model(original, *args, **kwargs):
+    """Wrap the loading of a draft model, whose layers get the backend and the cache that they have without a policy."""
+    token = _draft_model.set(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _draft_model.reset(token)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from vllm import envs
 from vllm.logger import init_logger
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.vllm_glue.start.refusals import refuse
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -37,7 +38,7 @@ takes.
 SLOW = 2000
 """Tokens a second of prefill below which a server says so when it starts."""
 GRAPH_STRIDE = 32
-"""Difference between sizes of CUDA graphs above vLLM's own."""
+"""Difference between sizes of CUDA graphs above vLLM's own, in requests."""
 _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 
 
@@ -72,7 +73,7 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
         splits.append(ATTENTION_OP)
     scheduler = vllm_config.scheduler_config
     if not graphs_chosen:
-        _capture_all(vllm_config.compilation_config, scheduler.max_num_seqs)
+        _capture_all(vllm_config.compilation_config, scheduler.max_num_seqs, 1 + vllm_config.num_speculative_tokens)
     # an image may be longer than a step
     cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
     if not _one_by_one(policy):
@@ -111,15 +112,21 @@ def _token_seconds(policy: Any, model: Any) -> float:
     return PHASE_SECONDS + policy.max_budget * slot
 
 
-def _capture_all(compilation: Any, requests: int) -> None:
-    """Add sizes of CUDA graphs up to as many requests as run together; vLLM's own end at 512 on most GPUs.
+def _capture_all(compilation: Any, requests: int, tokens: int) -> None:
+    """Add sizes of CUDA graphs up to as many requests as run together; vLLM's own end at 512 tokens on most GPUs.
 
     A dense cache is full long before so many requests run, a small one is not.
+
+    Args:
+        compilation: a ``vllm.config.CompilationConfig``.
+        requests: most requests that run together.
+        tokens: tokens of one request, its drafts included.
     """
     sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
-    if sizes and largest < requests:
-        sizes += [*range(largest + GRAPH_STRIDE, requests, GRAPH_STRIDE), requests]
-        compilation.max_cudagraph_capture_size = requests
+    limit, stride = requests * tokens, GRAPH_STRIDE * tokens
+    if sizes and largest < limit:
+        sizes += [*range(largest + stride, limit, stride), limit]
+        compilation.max_cudagraph_capture_size = limit
 
 
 def _one_by_one(policy: Any) -> bool:
@@ -146,7 +153,8 @@ def _check(vllm_config: Any, policy: Any) -> None:
     chosen = getattr(attention.backend, "name", None)
     custom = AttentionBackendEnum.CUSTOM
     path = custom.get_path() if custom.is_overridden() else None
-    lacking = _ops_without_kernels(vllm_config.model_config.dtype, policy.model.head_dim)
+    drafts = vllm_config.num_speculative_tokens
+    lacking = _ops_without_kernels(vllm_config.model_config.dtype, policy.model.head_dim, drafts)
     mixed = bool(policy.model.kinds)  # then the config's backend, which some models choose, is that of the other layers
     allowed = chosen != "CUSTOM" if mixed else chosen in (None, "CUSTOM")
     refuse(
@@ -159,15 +167,39 @@ def _check(vllm_config: Any, policy: Any) -> None:
             f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
                 worker not in _WORKERS
             ),
-            "compression of prompts at their end, which only the CPU's path does: serve on a CPU": policy.compresses,
-            "scores made anew in rounds, which only the CPU's path does: serve on a CPU": policy.order is Order.ROUNDS,
+            "drafts under a policy that reads attention or corrects outputs, whose largest number there is 0: leave"
+            " --speculative-config out, or choose another policy": (
+                drafts and (policy.order is Order.COUPLED or policy.uses_moment_correction)
+            ),
+            "drafts under a policy that compresses prompts or ranks tokens in rounds: leave --speculative-config out, or"
+            " choose another policy": drafts and (policy.compresses or policy.order is Order.ROUNDS),
             "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
         },
         f"--kv-policy {policy.name} on a GPU",
     )
+    check_drafts(vllm_config, policy.retention.window, "--kv-window")
 
 
-def _ops_without_kernels(dtype: torch.dtype, size: int) -> list[str]:
+def check_drafts(vllm_config: Any, window: int, budget: str) -> None:
+    """Check that no draft of a request leaves its window before it is accepted, which the kernels of a GPU cannot take.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig``.
+        window: w of the request.
+        budget: name of the option or key from which it follows.
+
+    Raises:
+        ConfigError: the window is smaller than the number of drafts.
+    """
+    drafts = vllm_config.num_speculative_tokens
+    if vllm_config.device_config.device_type == "cuda" and drafts > window:
+        raise ConfigError(
+            f"{drafts} drafts do not fit into a window of {window} tokens, which on a GPU they must: set"
+            f" num_speculative_tokens of --speculative-config to at most {window}, or raise {budget}"
+        )
+
+
+def _ops_without_kernels(dtype: torch.dtype, size: int, drafts: int) -> list[str]:
     """Return the serving ops without a Triton kernel for heads of this dtype and size.
 
     They would run as the reference, which waits for the device at every step.
@@ -176,6 +208,6 @@ def _ops_without_kernels(dtype: torch.dtype, size: int) -> list[str]:
 
     return [
         f"{op} of {str(dtype).removeprefix('torch.')} heads of {size}"
-        for op in ("decode_step", "prefill_chunk")
+        for op in ("verify_step" if drafts else "decode_step", "prefill_chunk")
         if dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
     ]

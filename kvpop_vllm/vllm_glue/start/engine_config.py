@@ -61,6 +61,8 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     if chooses_hits := engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = bool(protects)
     graphs_chosen = cuda.chooses_graphs(engine_args)
+    if engine_args.speculative_config is not None and engine_args.async_scheduling is None:
+        engine_args.async_scheduling = False  # vLLM's choice for draft models, which a policy does not work with
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     if chooses_hits and refusals.has_no_hits(vllm_config):

@@ -37,11 +37,13 @@ from kvpop_vllm.supported import (
 )
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
-DRAFT_METHODS = "ngram", "custom_class"
-"""Methods of speculative decoding that are served: their drafts need no KV cache."""
+DRAFT_MODELS = "eagle3", "mtp"
+"""Methods of speculative decoding whose drafts come from layers, which have dense caches in groups of their own."""
+DRAFT_METHODS = "ngram", "custom_class", *DRAFT_MODELS
+"""Methods of speculative decoding that are served."""
 METHODS_SERVED = (
-    f"choose the method {' or '.join(DRAFT_METHODS)} in --speculative-config, or leave it out (of a checkpoint with a draft"
-    " model serve the base model)"
+    f"choose the method {', '.join(DRAFT_METHODS[:-1])} or {DRAFT_METHODS[-1]} in --speculative-config, or leave it out (of a"
+    " checkpoint with a draft model serve the base model)"
 )
 
 
@@ -195,10 +197,10 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
         return
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     model, drafts = vllm_config.model_config, speculation.num_speculative_tokens
-    chunk = scheduler.long_prefill_token_threshold
+    chunk, cache = scheduler.long_prefill_token_threshold, vllm_config.cache_config
+    small = cache.user_specified_block_size and cache.block_size % 32 and vllm_config.device_config.device_type == "cpu"
     refuse(
         {
-            "a GPU yet: leave --speculative-config out": vllm_config.device_config.device_type != "cpu",
             f"--kv-policy {policy.name}, since {policy.no_drafts}: choose another policy": policy.no_drafts is not None,
             "models with recurrent layers: leave --speculative-config out": bool(
                 {RECURRENT, HYBRID} & {*policy.model.kinds}
@@ -209,6 +211,10 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
                 parallel.pipeline_parallel_size > 1
             ),
             "asynchronous scheduling: leave --async-scheduling out": bool(scheduler.async_scheduling),
+            "drafts in parallel: leave parallel_drafting out": speculation.parallel_drafting,
+            f"--block-size {cache.block_size} on a CPU, where layers draft: use a multiple of 32": (
+                small and speculation.method in DRAFT_MODELS
+            ),
             f"--long-prefill-token-threshold {chunk}, where vLLM stops at a hit: raise it to more than {drafts}": (
                 0 < chunk <= drafts
             ),
@@ -276,19 +282,26 @@ def get_kv_cache_specs(install, original, self, *args, **kwargs):
 
         policy = engine_policy(self.vllm_config)
         for specs in specs_of_workers:
-            check_layers(specs, policy.model)
+            check_layers(specs, policy.model, draft_layers(self.vllm_config))
         install(policy)
-        if policy.model.kinds:
+        if policy.model.kinds or draft_layers(self.vllm_config):
             specs_of_workers = with_block_sizes(specs_of_workers, self.vllm_config)
     return specs_of_workers
 
 
-def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
+def draft_layers(vllm_config: Any) -> bool:
+    """Return whether an engine has layers that draft, whose numbers follow those of the model."""
+    speculation = vllm_config.speculative_config
+    return speculation is not None and speculation.method in DRAFT_MODELS
+
+
+def check_layers(specs: Mapping[str, Any], shape: Any, drafted: bool = False) -> None:
     """Check that every layer with a cache has the one of its kind: the policy's, or vLLM's of windows, chunks and states.
 
     Args:
         specs: vLLM's cache spec of each layer that has a cache, by the layer's name.
         shape: ``ModelShape`` of the engine.
+        drafted: True if layers after those of the model draft, with a dense cache.
 
     Raises:
         ConfigError: names the layers that bring an attention backend of their own, or that the model does not have.
@@ -298,6 +311,8 @@ def check_layers(specs: Mapping[str, Any], shape: Any) -> None:
     kinds = shape.kinds or (FULL,)
 
     def expected(name: str) -> tuple[str, ...]:
+        if drafted and extract_layer_index(name) >= shape.model_layers:
+            return ("FullAttentionSpec",)
         return CACHE_SPECS[kinds[extract_layer_index(name) % len(kinds)]]  # Falcon-H1 counts states after all layers
 
     if foreign := [name for name, spec in specs.items() if type(spec).__name__ not in expected(name)]:
