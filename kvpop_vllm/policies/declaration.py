@@ -124,6 +124,11 @@ class Declaration(ABC):
         return bool(self.signals & GATED)
 
     @property
+    def borrows(self) -> bool:
+        """True if the gate reads a channel of the queries, in which they then have 0."""
+        return False
+
+    @property
     def shifted(self) -> bool:
         """True if the gate's output for token t + 1 is the score of token t."""
         return False

@@ -29,5 +29,9 @@ class DMS(Gated):
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 
     @property
+    def borrows(self):
+        return self.config.reads == "query"
+
+    @property
     def shifted(self):
         return self.config.shifted
