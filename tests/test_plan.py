@@ -134,7 +134,8 @@ def test_blocks_as_large_as_a_recurrent_state(planned):
     slots = -(-state // (16 * slot)) * 16
     block, blocks, canonical = 4 * slots * slot, 2 + 24 // 4, 4 * 1500 * 2 * 8 * 128 * 2 + 24 * state
     assert rows["streaming-llm", 1500][:2] == [f"{canonical / mib:.1f} MiB", f"{blocks * block / mib:.1f} MiB"]
-    (line,) = (line for line in lines if line.startswith("kvpop-mlp, kvpop-linear, streaming-llm,"))
+    (line,) = (line for line in lines if "streaming-llm, " in line and "blocks are as large" in line)
+    assert all(f" {gate}," in line for gate in ("trimkv", "dms", "kvzap"))
     assert line.endswith(
         f"1500 tokens: blocks are as large as a recurrent state ({slots} slots, {block / mib:.1f} MiB); a request holds 2 for"
         f" slots and 6 for other layers, {100 * (1 - canonical / (blocks * block)):.0f}% of them unused; {2 * slots} tokens"

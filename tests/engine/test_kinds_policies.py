@@ -22,14 +22,13 @@ from kvpop_vllm.testing import write_random_scorer
 FAMILIES = {"gemma3_text": False, "gemma4_text": False, "nemotron_h": True}
 """Models, and whether they have recurrent layers, next to which attention does not rotate."""
 ROTATED = {"triattention"}
-GATES = [name for name, row in ROWS.items() if row.scorer in ("trimkv", "dms", "kvzap")]
 QUICK = {"gemma3_text", "nemotron_h"}
 """Models on which gates are tested in quick tests too."""
 ENGINE_ONLY = {"attention-matching"}
 """Policies whose oracle is not one of sets of tokens: an engine's answers are finite and those of the whole text."""
 NAMES = [name for name in ROWS if name not in {*ENGINE_ONLY, "full"}]
 MATRIX = [
-    pytest.param(family, name, marks=() if family in QUICK and name in GATES else pytest.mark.slow)
+    pytest.param(family, name, marks=() if family in QUICK and ROWS[name].gate else pytest.mark.slow)
     for family, recurrent in FAMILIES.items()
     for name in NAMES
     if not (recurrent and name in ROTATED) and (name != "dms-query" or family in BORROWING)

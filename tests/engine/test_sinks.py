@@ -32,8 +32,10 @@ CASES |= {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if ROWS[policy].gate else pytest.mark.slow) for name, (policy, _) in CASES.items()],
+)
 def test_every_policy(family, tmp_path, name):
     """Retained tokens, log-probabilities and tokens are the oracle's, in chunks and after preemption."""
     policy, options = CASES[name]
