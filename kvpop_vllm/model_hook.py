@@ -282,8 +282,8 @@ def _take_channel(block, module, inputs, queries):
     by_token = queries.transpose(1, 2) if heads_first else queries
     by_group = by_token.reshape(*by_token.shape[:2], -1, block.num_key_value_groups, block.head_dim)
     block.channel = by_group[..., 0, -1]
-    without = _without_channel(by_group, block.borrowed).reshape(by_token.shape)
-    return without.transpose(1, 2) if heads_first else without
+    zeroed = _without_channel(by_group, block.borrowed).reshape(by_token.shape)
+    return zeroed.transpose(1, 2) if heads_first else zeroed
 
 
 def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:

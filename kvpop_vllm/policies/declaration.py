@@ -25,8 +25,7 @@ class Signal(Enum):
     """Input that a policy scores tokens from.
 
     KEY and VALUE are passed to an attention backend. MASS is an output of the attention kernel. HIDDEN and
-    PRE_ROPE are seen only by a policy's gate (:meth:`Declaration.gate`), which runs in the attention modules of
-    models with a gate.
+    PRE_ROPE are seen only by a policy's gate (:meth:`Declaration.gate`), which runs before attention.
     """
 
     KEY = "k"

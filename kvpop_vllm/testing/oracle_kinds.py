@@ -261,11 +261,11 @@ class KindsOracle:
         if not self.arguments[0].borrows or self.kinds[layer] not in (FULL, HYBRID):
             return None
         heads_first = self.config["model_type"] == "gemma3_text"
-        taken = (queries.transpose(1, 2) if heads_first else queries).contiguous().clone()
-        by_head = taken.view(taken.shape[1], -1, module.num_key_value_groups, module.head_dim)
+        zeroed = (queries.transpose(1, 2) if heads_first else queries).contiguous().clone()
+        by_head = zeroed.view(zeroed.shape[1], -1, module.num_key_value_groups, module.head_dim)
         self.channels[layer] = by_head[:, :, 0, -1].T.clone()
         by_head[:, :, 0, -1] = 0
-        return taken.transpose(1, 2) if heads_first else taken
+        return zeroed.transpose(1, 2) if heads_first else zeroed
 
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does. The mask of the caller is not used."""

@@ -16,6 +16,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (
     ARCHITECTURES,
+    BORROWING,
     DTYPES,
     EQUAL,
     FAMILIES,
@@ -56,8 +57,6 @@ def listed(values) -> str:
 def test_the_readme_says_what_is_served():
     dtypes = " or ".join(DTYPES["cpu"])
     assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}.\n" in document("README.md")
-    models = listed(kind.capitalize() for kind in ARCHITECTURES)
-    assert f"- `trimkv`, `dms` and `kvzap` serve {models} models only. " in document("README.md")
 
 
 def test_the_documents_say_what_is_refused():
@@ -65,7 +64,7 @@ def test_the_documents_say_what_is_refused():
     table = text[text.index("## What is refused") : text.index("Errors of single requests")].lower()
     assert all(word in table for name in REFUSED for word in name.lower().split())
     assert f"| head sizes other than {listed(HEAD_SIZES)} |" in table
-    assert f"| `trimkv`, `dms`, `kvzap` on other than {listed(ARCHITECTURES)} |" in table
+    assert f"| a gate of `dms` that borrows a channel of the queries, on other than {listed(BORROWING)} |" in table
     assert f"| float16 on a CPU | Use `--dtype {DTYPES['cpu'][0]}` or `{DTYPES['cpu'][1]}`. |".lower() in table
 
 

@@ -96,6 +96,7 @@ class _Gated:
         gate, inputs = self.gates[0], self.gate_inputs
         hidden, channel = inputs.hidden, inputs.channel
         inputs.hidden = inputs.channel = None
+        query = query.view(-1, self.num_heads * self.head_size)
         if gate.borrows:
             unrotated, query = take_channel(query, self)
             channel = unrotated if channel is None else channel
@@ -132,7 +133,7 @@ def take_channel(query: torch.Tensor, layer: Attention) -> tuple[torch.Tensor, t
 @functools.cache
 def _gated_class(cls: type[Attention]) -> type[Attention]:
     """Return the class of layers of ``cls`` with a gate."""
-    return type(f"Gated{cls.__name__}", (_Gated, cls), {})
+    return type(f"Gated{cls.__name__}", (_Gated, cls), {"__module__": __name__})
 
 
 def process_weights(original, model: nn.Module, *args, **kwargs):
@@ -142,15 +143,17 @@ def process_weights(original, model: nn.Module, *args, **kwargs):
 
 
 def prepare(model: nn.Module) -> None:
-    """Turn the attention layers of a model whose policy has a gate into gated ones.
+    """Turn the attention layers of a model whose policy has a gate into gated ones, unless they are.
 
     Layers that no module with hidden states calls are left as they are. Their implementations refuse to serve them when
     they add the gates.
     """
     for module in list(model.modules()):
         for layer in list(module.children()):
-            impl, place = getattr(layer, "impl", None), _place_of_hidden_states(type(module))
-            if not isinstance(impl, FixedBudgetImpl) or not impl.policy.gated or place is None:
+            impl = getattr(layer, "impl", None)
+            if not isinstance(impl, FixedBudgetImpl) or not impl.policy.gated or impl.gates is not None:
+                continue
+            if (place := _place_of_hidden_states(type(module))) is None:
                 continue
             layer.__class__ = _gated_class(type(layer))
             layer.gates, layer.gate_inputs = nn.ModuleList(), GateInputs()
