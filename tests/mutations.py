@@ -347,7 +347,7 @@ FAULTS = {
     "kvpop_vllm/vllm_glue/run/gated_attention.py": [
         # the channel as RoPE has turned it
         (
-            'policy.borrows and «getattr(module, "rotary_emb", None) is not None→False»:',
+            "policy.borrows and «rotates(impl.vllm_config.model_config.hf_text_config)→False»:",
             "tests/engine/test_kinds_policies.py -k 'gemma3 and query'",
         ),
         # the channel stays in the queries where nothing rotates

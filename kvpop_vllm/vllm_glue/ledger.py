@@ -55,7 +55,7 @@ LEDGER = (
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", "start.engine_config:create_engine_config", EVERY, "always",
           "The only point between the arguments and the loading of weights: refuses keys of additional_config that are misspelt; serves "
           "KVpop checkpoints of other authors as their base, without their code; with a policy, refuses what cannot work, switches prefix "
-          "caching on where prompts are protected or snapshots are taken and off elsewhere and, for DMS, names the model class that leaves its projections out.",
+          "caching on where prompts are protected or snapshots are taken and off elsewhere and, for models of DMS, names the class that leaves their projections out.",
           "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)", "self", opens=FRONT_END),
     Patch("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", "start.refusals:get_kv_cache_specs", EVERY, "always",
           "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense cache: "

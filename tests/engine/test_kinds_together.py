@@ -231,7 +231,9 @@ def test_gates_of_two_workers(gated, monkeypatch, ranks):
 
 @pytest.mark.slow
 def test_gates_with_adapters(gated, tmp_path):
-    check_adapter(gated, tmp_path)
+    """On a CPU vLLM has no adapters next to experts, as in gpt-oss."""
+    if gated.kind != "gpt_oss":
+        check_adapter(gated, tmp_path)
 
 
 @pytest.mark.slow

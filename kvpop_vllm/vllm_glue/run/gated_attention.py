@@ -22,7 +22,9 @@ from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.attention.attention import Attention, get_attention_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import Signals
+from kvpop_vllm.supported import rotates
 from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 
 LIBRARY = Library("kvpop_vllm", "FRAGMENT")
@@ -68,7 +70,7 @@ class GateInputs:
     """What a layer's gate reads in addition to keys and values, from when its module has it until the layer attends.
 
     Attributes:
-        hidden: ``[T, E]``, input of the module around the layer.
+        hidden: ``[T, E]`` or ``[1, T, E]``, input of the module around the layer.
         channel: ``[T, H]``, the borrowed channel, None where queries do not rotate.
     """
 
@@ -102,7 +104,8 @@ class _Gated:
             channel = unrotated if channel is None else channel
         heads = ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
         q, k, v = (x.view(-1, count, self.head_size) for x, count in heads)
-        gate_scores, output = gate(Signals(hidden, k, v, channel)), torch.empty_like(query)
+        signals = Signals(hidden.flatten(0, -2), k, v, channel)  # models of transformers have [1, T, E]
+        gate_scores, output = gate(signals), torch.empty_like(query)
         torch.ops.kvpop_vllm.attention_with_gate_scores(q, k, v, gate_scores, output.view_as(q), self.layer_name)
         return output
 
@@ -147,6 +150,9 @@ def prepare(model: nn.Module) -> None:
 
     Layers that no module with hidden states calls are left as they are. Their implementations refuse to serve them when
     they add the gates.
+
+    Raises:
+        ConfigError: a gate borrows a channel before RoPE, and the module around its layer does not rotate.
     """
     for module in list(model.modules()):
         for layer in list(module.children()):
@@ -159,7 +165,12 @@ def prepare(model: nn.Module) -> None:
             layer.gates, layer.gate_inputs = nn.ModuleList(), GateInputs()
             impl.gates = layer.gates
             module.register_forward_pre_hook(functools.partial(_hand_over, layer.gate_inputs, place), with_kwargs=True)
-            if impl.policy.borrows and getattr(module, "rotary_emb", None) is not None:
+            if impl.policy.borrows and rotates(impl.vllm_config.model_config.hf_text_config):
+                if not hasattr(module, "rotary_emb"):
+                    raise ConfigError(
+                        f"the gate borrows a channel of the queries before RoPE, which {type(module).__name__} does not have:"
+                        " leave --model-impl out"
+                    )
                 module.rotary_emb = _Borrowing(module.rotary_emb, layer)
 
 

@@ -204,12 +204,12 @@ def register_models() -> None:
 
 
 def choose_model_class(vllm_config: VllmConfig) -> None:
-    """Select the model class of full checkpoints for a model with eviction projections of DMS, which it leaves out.
+    """Select the model class of full checkpoints for a model of DMS with eviction projections, which it leaves out.
 
     They are imported into a scorer folder by ``kvpop import``.
     """
-    policy, model = engine_policy(vllm_config), vllm_config.model_config
-    if policy.name == "dms":
+    model = vllm_config.model_config
+    if getattr(model.hf_config, "dms_separate_alpha", False):
         model.hf_config.architectures = [STOCK_ARCHITECTURES.get(name, name) for name in model.architectures]
 
 
