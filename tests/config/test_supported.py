@@ -144,6 +144,10 @@ def test_the_document_of_models(table):
     assert runpy.run_path(str(ROOT / "docs/models.py"))[table]() in document("docs/models.md")
 
 
+def test_the_document_has_the_estimate_of_copies():
+    assert runpy.run_path(str(ROOT / "docs/models.py"))["copies"]() in document("docs/models.md")
+
+
 def test_the_oracle_has_the_families_that_equal_it():
     from kvpop_vllm.testing import FAMILIES as MODELS
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from engine.driving import Job, watched
+from engine.judge import KindsJudge
 from engine.matrix import BUDGET, make_case
 
 from kvpop_vllm.scorers.export import export_checkpoint
-from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.testing import write_mixed_model, write_tiny_model
 
 LENGTHS = (1, 17, 64, 130, 3 * BUDGET, 40, 41, 99)
 
@@ -100,3 +101,12 @@ def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeyp
     hashes = [factors("trimkv"), factors("trimkv", mlp_width=24), factors("trimkv-kv"), factors("dms")]
     hashes.extend([factors("kvzap"), factors("kvzap", mlp_width=24), factors("kvzap-early")])
     assert len(set(hashes)) == 7 and factors("trimkv", seed=3, topk=50, mlp_width=24) == hashes[1]
+
+
+@pytest.mark.slow
+def test_a_gate_next_to_windows_compiled(folder, compiler_cache):
+    """Layers with windows have no gate. Another start loads what was compiled."""
+    model = str(write_mixed_model(folder / "gemma3", "gemma3_text"))
+    case = make_case(model, folder / "gemma3-query", "dms-query", judged=KindsJudge)
+    for counts in ((1, 0), (0, 1)):
+        check(case, False, counts)
