@@ -105,7 +105,7 @@ SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
 BORROWING = (*ARCHITECTURES, "gemma3_text", "gpt_oss", "nemotron_h")
 """Model types of which it is tested where the query channel is that a gate of DMS may borrow."""
 HEADS_FIRST = frozenset({"gemma3_text"})
-"""Those of them whose norm of queries, in transformers, has the axis of heads before that of tokens."""
+"""Model types in BORROWING whose norm of queries, in transformers, has the axis of heads before that of tokens."""
 
 PAIRED = frozenset({"llama4_text"})
 """Model types whose rotation pairs neighbouring channels in transformers, and the halves of a head in vLLM.

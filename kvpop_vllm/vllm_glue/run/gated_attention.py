@@ -67,7 +67,7 @@ direct_register_custom_op(
 
 
 class GateInputs:
-    """What a layer's gate reads in addition to keys and values, from when its module has it until the layer attends.
+    """Inputs of a layer's gate in addition to keys and values, from when its module has them until the layer attends.
 
     Attributes:
         hidden: ``[T, E]`` or ``[1, T, E]``, input of the module around the layer.
