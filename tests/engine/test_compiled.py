@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from engine.driving import Job, watched
 from engine.judge import KindsJudge
+from engine.kinds import BLOCK
 from engine.matrix import BUDGET, make_case
 
 from kvpop_vllm.scorers.export import export_checkpoint
@@ -26,19 +27,20 @@ def compiler_cache(folder):
         yield
 
 
-def check(case, eager: bool, counts: tuple[int, int]) -> None:
+def check(case, eager: bool, counts: tuple[int, int], **options) -> None:
     """Serve eight requests together, with prompts in chunks of 64, and compare them with the oracle.
 
     Args:
         case: what to serve.
         eager: True to compile nothing.
         counts: expected numbers of models that are compiled and loaded.
+        options: further options of the engine.
     """
     from vllm.compilation.counter import compilation_counter as counter
 
     before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
     sizes = {"max_model_len": 512, "max_num_seqs": 8, "long_prefill_token_threshold": 64}
-    with watched(case.model, case.settings, case.judge, enforce_eager=eager, **sizes) as engine:
+    with watched(case.model, case.settings, case.judge, enforce_eager=eager, **sizes, **options) as engine:
         engine.check(engine.serve([Job(length, new=30) for length in LENGTHS]))
     after = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
     assert (after[0] - before[0], after[1] - before[1]) == counts
@@ -109,4 +111,4 @@ def test_a_gate_next_to_windows_compiled(folder, compiler_cache):
     model = str(write_mixed_model(folder / "gemma3", "gemma3_text"))
     case = make_case(model, folder / "gemma3-query", "dms-query", judged=KindsJudge)
     for counts in ((1, 0), (0, 1)):
-        check(case, False, counts)
+        check(case, False, counts, block_size=BLOCK)
