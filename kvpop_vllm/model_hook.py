@@ -25,8 +25,11 @@ from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import (
+    BORROWING,
     CHUNKED,
     FULL,
+    FULL_CHECKPOINT_SUFFIX,
+    HEADS_FIRST,
     PAIRED,
     POLICY_LAYERS,
     RESCALED_LOGITS,
@@ -226,24 +229,42 @@ def _show(module, positional, named):
             attend.see(index, named["hidden_states"] if "hidden_states" in named else positional[0])
 
 
-def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
+def full_blocks(decoder: torch.nn.Module, kinds: tuple[str, ...] | None = None) -> list[torch.nn.Module]:
+    """Return the attention blocks of a decoder's layers with full attention, in order.
+
+    Args:
+        decoder: the decoder.
+        kinds: kinds of the model's layers, empty if all have full attention, by default those of its config.
+    """
+    kinds = kinds_of(decoder.config) if kinds is None else kinds
+    blocks = attention_blocks(decoder)
+    return [block for block in blocks if not kinds or kinds[block.layer_idx] in POLICY_LAYERS]
+
+
+def borrow_channel(model: torch.nn.Module, share: float = 1.0, kinds: tuple[str, ...] | None = None) -> None:
     """Take the last channel of each KV head's first query out of the query, before and after RoPE (DMS).
 
     The channel ``[B, S, H]``, as it is before RoPE, is passed to an ``attend`` with a method ``see_channel``,
-    just before it attends.
+    just before it attends. Layers without full attention keep theirs.
 
     Args:
         model: from :func:`load_model`.
         share: share of the channel that is taken out before RoPE and again after it, while a model adapts; 1
             sets it to 0.
+        kinds: as in :func:`full_blocks`.
 
     Raises:
-        ConfigError: the model's attention blocks have no queries of the usual name and shape.
+        ConfigError: it is not known where the model's attention blocks have the channel.
     """
-    for block in attention_blocks(decoder_of(model)) or [None]:
-        queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
-        if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
-            raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
+    decoder = decoder_of(model)
+    kind = decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)
+    if kind not in BORROWING:
+        raise ConfigError(
+            f"a channel of the queries is to be borrowed, and it is known where it is in {', '.join(BORROWING)} models only, not in {kind}:"
+            " choose another model"
+        )
+    for block in full_blocks(decoder, kinds):
+        queries = getattr(block, "q_norm", block.q_proj)
         if not hasattr(block, "borrowed"):
             queries.register_forward_hook(functools.partial(_take_channel, block))
         block.borrowed = share
@@ -257,9 +278,12 @@ def borrowed_share(model: torch.nn.Module) -> float:
 def _take_channel(block, module, inputs, queries):
     if not block.borrowed:
         return None
-    by_group = queries.reshape(*queries.shape[:2], -1, block.num_key_value_groups, block.head_dim)
+    heads_first = block.config.model_type in HEADS_FIRST
+    by_token = queries.transpose(1, 2) if heads_first else queries
+    by_group = by_token.reshape(*by_token.shape[:2], -1, block.num_key_value_groups, block.head_dim)
     block.channel = by_group[..., 0, -1]
-    return _without_channel(by_group, block.borrowed).reshape(queries.shape)
+    zeroed = _without_channel(by_group, block.borrowed).reshape(by_token.shape)
+    return zeroed.transpose(1, 2) if heads_first else zeroed
 
 
 def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:

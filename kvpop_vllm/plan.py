@@ -46,7 +46,6 @@ from kvpop_vllm.supported import (
     SLIDING,
     recurrence,
     recurrent_layers,
-    refused_beside,
     sliding_window,
     unserved,
 )
@@ -457,8 +456,6 @@ def _policy(cls: type[Policy], budget: int, model: Planned, options, scorer: Sco
     else:
         policy = _with_scorer_of_shapes(cls, settings, model.shape, scorer)
     policy.check_ranks(options.tensor_parallel_size)
-    if reason := refused_beside(model.shape.kinds, gate=policy.gated):
-        raise ConfigError(reason)
     return policy
 
 

@@ -51,10 +51,7 @@ FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """Suffix of a full checkpoint's model type, after the model type of the base model."""
 
 ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
-"""Architecture of the full checkpoint, by base model type. Its class in the vLLM glue has the same name.
-
-Only these models hand over what the gates of ``trimkv``, ``dms`` and ``kvzap`` read.
-"""
+"""Architecture of the full checkpoint, by base model type. Its class in the vLLM glue has the same name."""
 
 STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
 """Architecture of the full checkpoint, by architecture of the base model."""
@@ -105,6 +102,11 @@ SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
 """Model settings that scale queries by their position, which training at drawn positions does not support."""
 
 
+BORROWING = (*ARCHITECTURES, "gemma3_text", "gpt_oss", "nemotron_h")
+"""Model types of which it is tested where the query channel is that a gate of DMS may borrow."""
+HEADS_FIRST = frozenset({"gemma3_text"})
+"""Model types in BORROWING whose norm of queries, in transformers, has the axis of heads before that of tokens."""
+
 PAIRED = frozenset({"llama4_text"})
 """Model types whose rotation pairs neighbouring channels in transformers, and the halves of a head in vLLM.
 
@@ -154,7 +156,6 @@ RECURRENCES = {
 
 NEEDS_FULL = {
     "cartridge": "a cartridge, which holds a text in every layer",
-    "gate": "a gate, which vLLM's models have in every layer",
     "carried": "a checkpoint that carries scorers, which has them in every layer",
 }
 """Features that need full attention in every layer, by name, as errors call them."""

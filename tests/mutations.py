@@ -344,6 +344,25 @@ FAULTS = {
         ('(("fewer", share «/ factor→»)', "tests/calibrate/test_improve.py"),
         ("changed[part] *= «shares[part].sum() / changed[part].sum()→1»", "tests/calibrate/test_improve.py"),
     ],
+    "kvpop_vllm/vllm_glue/run/gated_attention.py": [
+        # the channel as RoPE has turned it
+        (
+            "policy.borrows and «rotates(impl.vllm_config.model_config.hf_text_config)→False»:",
+            "tests/engine/test_kinds_policies.py -k 'gemma3 and query'",
+        ),
+        # the channel stays in the queries where nothing rotates
+        (
+            "return channel, «torch.where(borrowed, torch.zeros_like(query), query)→query»",
+            "tests/engine/test_kinds_policies.py -k 'nemotron and query'",
+        ),
+    ],
+    "kvpop_vllm/model_hook.py": [
+        # layers with windows give up their channel too
+        (
+            "if not kinds or «kinds[block.layer_idx] in POLICY_LAYERS→kinds»]",
+            "tests/hf/test_kinds.py -k 'borrowed and gemma3'",
+        ),
+    ],
     "kvpop_vllm/vllm_glue/run/snapshots.py": [
         # a number of tokens beyond the prompt counts as "all"
         (

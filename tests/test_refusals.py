@@ -773,12 +773,11 @@ def test_scorers_of_engines(configure, folder, llama, tmp_path):
 
 
 def test_gates_of_engines(configure, folder, llama, tmp_path):
-    """Models that do not hand over what a gate reads are refused, and windows that are too narrow for a threshold."""
+    """Channels that are borrowed in other places are refused, and windows that are too narrow for a threshold."""
     qwen2 = folder("qwen2", text("Qwen2ForCausalLM", "qwen2"))
-    for name in ("trimkv", "dms", "kvzap"):
-        scorer = write_random_scorer(tmp_path / name, qwen2, name)
-        message = refusal(configure, qwen2, {"policy": name, "scorer": str(scorer)})
-        assert "hidden states" in message and "Qwen2ForCausalLM does not hand over" in message
+    borrows = {"policy": "dms", "scorer": str(write_random_scorer(tmp_path / "query", qwen2, "dms", reads="query"))}
+    message = refusal(configure, qwen2, borrows)
+    assert "the gate borrows a channel of the queries" in message and "not in qwen2: choose another scorer" in message
     over_kv = write_random_scorer(tmp_path / "kv", llama, "trimkv", reads="kv")
     message = refusal(configure, llama, {"policy": "trimkv", "scorer": str(over_kv)}, tensor_parallel_size=2)
     assert message.endswith("reads the keys and values of all heads: set --tensor-parallel-size 1")

@@ -27,6 +27,8 @@ GateScores = Callable[[int, Signals], torch.Tensor]
 class _Gated(GateInputs):
     """Base class of an :class:`~kvpop_vllm.model_hook.Attend` that also receives the attention's input."""
 
+    takes_sinks = True
+
     def __init__(self, gate_scores: GateScores):
         super().__init__()
         self.gate_scores = gate_scores
@@ -57,11 +59,11 @@ class TrimKVAttend(_Gated):
         self.capacity, self.protected = capacity, protected
         self.losses: dict[int, torch.Tensor] = {}
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         log_beta = self.scores(layer, k, v)[..., self.protected :]
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
-        return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale)
+        return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale, sink_logits)
 
     def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the mean loss over layers, and the values to report."""
@@ -104,7 +106,7 @@ class DMSAttend(_Gated):
         self.roles, self.target, self.tau, self.seed = roles, target, tau, seed
         self.evicted: dict[int, torch.Tensor] = {}
 
-    def __call__(self, layer, q, k, v, scale):
+    def __call__(self, layer, q, k, v, scale, sink_logits=None):
         """Return the attention of one layer; see :class:`kvpop_vllm.model_hook.Attend`."""
         keep = self.scores(layer, k, v)
         logit = (self._noise(layer, keep) - keep) / self.tau
@@ -114,7 +116,7 @@ class DMSAttend(_Gated):
         self.evicted[layer] = decided[..., sinks:].mean()
         left = F.logsigmoid(-logit)  # log(1 - alpha)
         term = torch.cat([torch.zeros_like(left[..., :sinks]), left[..., sinks:]], -1)
-        return soft_attention(q, k, v, term, after(self.roles.window), scale)
+        return soft_attention(q, k, v, term, after(self.roles.window), scale, sink_logits)
 
     def loss(self) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the compression loss, and the values to report."""
@@ -143,8 +145,6 @@ class KVzapAttend(_Gated):
         roles: sinks and window.
         recipe: options of the targets.
     """
-
-    takes_sinks = True
 
     def __init__(self, gate_scores: GateScores, roles: Retention, recipe: Recipe):
         super().__init__(gate_scores)

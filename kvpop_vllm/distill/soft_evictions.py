@@ -37,7 +37,13 @@ def after(window: int) -> Weigh:
 
 
 def soft_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, term: torch.Tensor, weigh: Weigh, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    term: torch.Tensor,
+    weigh: Weigh,
+    scale: float,
+    sink_logits: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return causal attention with normalised weights ``exp(scale q . k + weigh(q - t) term_t)``.
 
@@ -48,6 +54,7 @@ def soft_attention(
         term: ``[B, H, S]``, finite.
         weigh: factor by age.
         scale: factor on q . k.
+        sink_logits: ``[Hq]``, logits of the model's attention sinks, or None. They are taken as they are.
 
     Returns:
         ``[B, Hq, S, D]`` in q's dtype. Gradients flow to q, k, v and term.
@@ -56,7 +63,7 @@ def soft_attention(
     for first in range(0, q.shape[2], ROWS):
         end = min(first + ROWS, q.shape[2])
         parts = q[:, :, first:end], k[:, :, :end], v[:, :, :end], term[..., :end]
-        blocks.append(_recomputed(_attend_rows, *parts, first, weigh, scale))
+        blocks.append(_recomputed(_attend_rows, *parts, first, weigh, scale, sink_logits))
     return torch.cat(blocks, 2)
 
 
@@ -81,12 +88,17 @@ def _recomputed(function, *arguments):
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _attend_rows(q, k, v, term, first, weigh, scale):
+def _attend_rows(q, k, v, term, first, weigh, scale, sink_logits):
     dtype = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, rows, D]
         logits = grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale
-        weights = (logits + _bias(term.to(dtype), first, q.shape[2], weigh).unsqueeze(2)).softmax(-1)
+        logits = logits + _bias(term.to(dtype), first, q.shape[2], weigh).unsqueeze(2)
+        if sink_logits is None:
+            weights = logits.softmax(-1)
+        else:
+            sinks = sink_logits.detach().to(dtype).view(1, *grouped.shape[1:3], 1, 1).expand(*logits.shape[:-1], 1)
+            weights = torch.cat([logits, sinks], -1).softmax(-1)[..., :-1]
         return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 

@@ -177,7 +177,7 @@ class ResolvedPolicy:
 
     def check_channel(self, model: nn.Module) -> None:
         """Check that a model gives up the query channel that a gate reads, if one does."""
-        if any(gate is not None and gate.borrows for gate in self.gates) and not borrowed_share(model):
+        if self.policy.borrows and not borrowed_share(model):
             raise ConfigError(
                 "this gate reads a query channel that the model has not given up: give --model the model it was trained with"
             )

@@ -40,9 +40,10 @@ from kvpop_vllm.model_hook import (
     borrow_channel,
     borrowed_share,
     decoder_of,
+    full_blocks,
     show_hidden_states,
 )
-from kvpop_vllm.supported import ARCHITECTURES, FULL, FULL_CHECKPOINT_SUFFIX, RECURRENT
+from kvpop_vllm.supported import FULL, RECURRENT
 
 CACHE_NAMES = "cache", "past_key_values"
 """Arguments in which a cache is looked for. Transformers 5.24 renamed the second to the first."""
@@ -201,13 +202,14 @@ class Step(GateInputs):
         return self.plans[key]
 
 
-def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
+def register_hooks(model: torch.nn.Module, borrows: bool, kinds: tuple[str, ...]) -> torch.nn.Module:
     """Register the hooks of a model. It may be called again.
 
     Args:
         model: a model that :func:`kvpop_vllm.hf.checks.check_model` accepts.
         borrows: True if a query channel is read and removed from the queries
             (:class:`kvpop_vllm.scorers.dms.DMSGate`).
+        kinds: kinds of the model's layers, empty if all have full attention.
 
     Returns:
         Its decoder.
@@ -215,10 +217,6 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     show_hidden_states(model)
     _watch_generate()
     decoder = decoder_of(model)
-    if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
-        raise ConfigError(
-            f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
-        )
     # another cache of this model may have registered them
     if _before not in decoder._forward_pre_hooks.values():
         with _turn(decoder):
@@ -230,7 +228,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         # always_call, so that a pass that raises gives the attention back
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
     if borrows:
-        borrow_channel(model, borrowed_share(model))
+        borrow_channel(model, borrowed_share(model), kinds)
     return decoder
 
 
@@ -353,7 +351,7 @@ def _begin(decoder, cache, positional, named):
         shares = [getattr(block, "borrowed", 0.0) for block in blocks]
         setattr(decoder, NOTE, (decoder.config._attn_implementation, shares))
         decoder.config._attn_implementation = NAME
-        for block in blocks if cache.borrows else ():
+        for block in full_blocks(decoder, cache.policy.model.kinds) if cache.borrows else ():
             block.borrowed = 1.0
     return {"attend": step, "attention_mask": step.masks, "position_ids": step.positions}
 

@@ -142,10 +142,9 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
         self._positions = positions if positions is None else max(positions, self.policy.model.max_model_len)
-        gated = any(gate is not None and gate.borrows for gate in self.gates)
         self.recurrent = self.policy.model.recurrent
-        self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
-        self._decoder = weakref.ref(register_hooks(model, self.borrows))
+        self.borrows = self.policy.borrows or gives_up_channel(model.config.get_text_config().to_dict())
+        self._decoder = weakref.ref(register_hooks(model, self.borrows, self.policy.model.kinds))
         text = model.config.get_text_config()
         self._biased = has_recurrent_bias(text)
         self._scaled_from = text.floor_scale if getattr(text, "attn_temperature_tuning", False) else None

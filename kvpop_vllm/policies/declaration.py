@@ -25,8 +25,7 @@ class Signal(Enum):
     """Input that a policy scores tokens from.
 
     KEY and VALUE are passed to an attention backend. MASS is an output of the attention kernel. HIDDEN and
-    PRE_ROPE are seen only by a policy's gate (:meth:`Declaration.gate`), which runs in the attention modules of
-    models with a gate.
+    PRE_ROPE are seen only by a policy's gate (:meth:`Declaration.gate`), which runs before attention.
     """
 
     KEY = "k"
@@ -122,6 +121,11 @@ class Declaration(ABC):
     def gated(self) -> bool:
         """True if the policy has a gate."""
         return bool(self.signals & GATED)
+
+    @property
+    def borrows(self) -> bool:
+        """True if the gate reads a channel of the queries, in which they then have 0."""
+        return False
 
     @property
     def shifted(self) -> bool:

@@ -5,8 +5,10 @@ Source: Łańcucki et al., 2025, arXiv 2506.05345.
 
 from __future__ import annotations
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
+from kvpop_vllm.supported import BORROWING
 
 
 class DMS(Gated):
@@ -27,6 +29,19 @@ class DMS(Gated):
     cost = "one [E, H] product per layer, or none"
     default_threshold = 0.0
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
+
+    def prepare(self):
+        super().prepare()
+        kind = self.model.model_type
+        if self.borrows and kind not in BORROWING:
+            raise ConfigError(
+                f"the gate borrows a channel of the queries, which is known where it is in {', '.join(BORROWING)} models only, not in"
+                f" {kind}: choose another scorer"
+            )
+
+    @property
+    def borrows(self):
+        return self.config.reads == "query"
 
     @property
     def shifted(self):

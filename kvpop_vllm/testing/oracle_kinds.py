@@ -6,6 +6,7 @@ their chunk. All else is the code of transformers.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -193,9 +194,12 @@ class KindsOracle:
         self.inputs: Mapping[int, tuple] = {}
         self.result = OracleRun(torch.empty(0), [], [], [], [])
         self.hidden: dict[int, torch.Tensor] = {}
+        self.channels: dict[int, torch.Tensor] = {}
         for module in self.model.modules():
             if hasattr(module, "layer_idx") and hasattr(module, "q_proj"):
                 module.register_forward_pre_hook(self._see, with_kwargs=True)
+                unrotated = getattr(module, "q_norm", module.q_proj)
+                unrotated.register_forward_hook(functools.partial(self._borrow, module))
 
     def logprobs(
         self, tokens: Sequence[int], policy: OraclePolicy | None = None, inputs: Mapping[int, tuple] | None = None
@@ -251,6 +255,18 @@ class KindsOracle:
     def _see(self, module, positional, named):
         self.hidden[module.layer_idx] = (named["hidden_states"] if "hidden_states" in named else positional[0])[0]
 
+    def _borrow(self, module, projection, inputs, queries):
+        """Take the last channel of each KV head's first query out of the queries ``[1, S, ..]`` of a gated layer."""
+        layer = module.layer_idx
+        if not self.arguments[0].borrows or self.kinds[layer] not in (FULL, HYBRID):
+            return None
+        heads_first = self.config["model_type"] == "gemma3_text"
+        zeroed = (queries.transpose(1, 2) if heads_first else queries).contiguous().clone()
+        by_head = zeroed.view(zeroed.shape[1], -1, module.num_key_value_groups, module.head_dim)
+        self.channels[layer] = by_head[:, :, 0, -1].T.clone()
+        by_head[:, :, 0, -1] = 0
+        return zeroed.transpose(1, 2) if heads_first else zeroed
+
     def _attend(self, module, query, key, value, attention_mask, scaling=None, **options):
         """Attend as a function of transformers does. The mask of the caller is not used."""
         layer, (q, k, v) = module.layer_idx, (x[0] for x in (query, key, value))
@@ -262,10 +278,12 @@ class KindsOracle:
         if self.kinds[layer] in (FULL, HYBRID):
             ordinal = sum(kind in (FULL, HYBRID) for kind in self.kinds[:layer])
             policy, visible, bias = self.arguments
+            if policy.borrows:
+                q[:: len(q) // len(k), :, -1] = 0
             forced = None if visible is None else visible[ordinal]
             nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
             q_by, k_by, v_by = self.inputs.get(ordinal, (q / factor, k, v))
-            options = {"hidden": self.hidden.get(layer), "sink_logits": sinks}
+            options = {"hidden": self.hidden.get(layer), "channel": self.channels.get(layer), "sink_logits": sinks}
             decided = policy.decide(ordinal, q_by * factor, k_by, v_by, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
                 getattr(self.result, name).append(getattr(decided, name))

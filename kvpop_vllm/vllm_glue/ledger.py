@@ -55,7 +55,7 @@ LEDGER = (
     Patch("vllm.engine.arg_utils:EngineArgs.create_engine_config", "start.engine_config:create_engine_config", EVERY, "always",
           "The only point between the arguments and the loading of weights: refuses keys of additional_config that are misspelt; serves "
           "KVpop checkpoints of other authors as their base, without their code; with a policy, refuses what cannot work, switches prefix "
-          "caching on where prompts are protected or snapshots are taken and off elsewhere and, for a policy with a gate, names the model class that has room for it.",
+          "caching on where prompts are protected or snapshots are taken and off elsewhere and, for models of DMS, names the class that leaves their projections out.",
           "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)", "self", opens=FRONT_END),
     Patch("vllm.v1.executor.abstract:Executor.get_kv_cache_specs", "start.refusals:get_kv_cache_specs", EVERY, "always",
           "A layer may bring an attention backend of its own, which is not asked for a policy, and vLLM would serve it with a dense cache: "
@@ -75,7 +75,7 @@ LEDGER = (
           "vLLM's extension point: CPU_ATTN and CUSTOM are paths that resolve for each engine, without a policy to what they were.",
           "never", kind=REGISTERED),
     Patch("vllm.model_executor.models.registry:ModelRegistry.models", "start.engine_policy:register_models", EVERY, "always",
-          "vLLM's extension point: model classes of full checkpoints and of policies with a gate.", "never", kind=REGISTERED),
+          "vLLM's extension point: model classes of full checkpoints.", "never", kind=REGISTERED),
 
     # in a front end, when it has made a config
     Patch("vllm.v1.engine.input_processor:InputProcessor.process_inputs", "run.admission:process_inputs", FRONT_END, "policy",
@@ -179,6 +179,10 @@ LEDGER = (
     # in a worker, before it chooses the backend of a layer
     Patch("vllm.v1.kv_cache_spec_registry:_REGISTRY_KVCACHESPEC_LIST", "run.cache_spec:register", WORKER, "policy",
           "As in the scheduler's process: a worker checks that the specs of its layers are registered.", "never", kind=REGISTERED),
+    Patch("vllm.model_executor.model_loader.base_loader:process_weights_after_loading", "run.gated_attention:process_weights", WORKER, "gate",
+          "Attention layers see queries, keys and values, and gates read hidden states: in a model that has been built, layers of the policy "
+          "are given room for their gates, and the modules around them hand over their input.",
+          "when attention layers are handed hidden states", "model"),
     Patch("vllm.compilation.decorators:_try_load_aot_compiled_fn", "run.compile_cache:try_load", WORKER, "CPU",
           "vLLM cannot load what it compiled and saved, and each start would compile for a minute: with a policy, torch's artefact gets "
           "the method that vLLM calls on its own.",

@@ -16,6 +16,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (
     ARCHITECTURES,
+    BORROWING,
     DTYPES,
     EQUAL,
     FAMILIES,
@@ -56,8 +57,6 @@ def listed(values) -> str:
 def test_the_readme_says_what_is_served():
     dtypes = " or ".join(DTYPES["cpu"])
     assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}.\n" in document("README.md")
-    models = listed(kind.capitalize() for kind in ARCHITECTURES)
-    assert f"- `trimkv`, `dms` and `kvzap` serve {models} models only. " in document("README.md")
 
 
 def test_the_documents_say_what_is_refused():
@@ -65,7 +64,7 @@ def test_the_documents_say_what_is_refused():
     table = text[text.index("## What is refused") : text.index("Errors of single requests")].lower()
     assert all(word in table for name in REFUSED for word in name.lower().split())
     assert f"| head sizes other than {listed(HEAD_SIZES)} |" in table
-    assert f"| `trimkv`, `dms`, `kvzap` on other than {listed(ARCHITECTURES)} |" in table
+    assert f"| a gate of `dms` that borrows a channel of the queries, on other than {listed(BORROWING)} |" in table
     assert f"| float16 on a CPU | Use `--dtype {DTYPES['cpu'][0]}` or `{DTYPES['cpu'][1]}`. |".lower() in table
 
 
@@ -97,13 +96,12 @@ def test_cpp_is_chosen_for_what_is_served():
 def test_every_architecture_has_its_classes():
     from kvpop_vllm import model_types
     from kvpop_vllm.hf import full_checkpoint
-    from kvpop_vllm.vllm_glue.run import gated_attention, models
+    from kvpop_vllm.vllm_glue.run import models
 
     for kind, name in ARCHITECTURES.items():
         assert getattr(model_types, name.replace("ForCausalLM", "Config")).model_type == f"{kind}_kvpop"
         assert hasattr(full_checkpoint, name) and hasattr(models, name)
         assert STOCK_ARCHITECTURES[getattr(models, name).__mro__[2].__name__] == name
-        assert any(kind in backend.__name__.lower() for backend in gated_attention._CLASSES)
 
 
 def test_what_only_the_reader_or_an_unknown_key_says():
@@ -144,6 +142,10 @@ def test_a_kind_without_its_size(kind, key):
 def test_the_document_of_models(table):
     """`python docs/models.py --write` writes the tables, memory from the configs in docs/configs."""
     assert runpy.run_path(str(ROOT / "docs/models.py"))[table]() in document("docs/models.md")
+
+
+def test_the_document_has_the_estimate_of_copies():
+    assert runpy.run_path(str(ROOT / "docs/models.py"))["copies"]() in document("docs/models.md")
 
 
 def test_the_oracle_has_the_families_that_equal_it():

@@ -39,18 +39,20 @@ TRAIN = (
 ).split()
 
 
-TRIMKV = (
-    "distill --recipe=trimkv --data text.jsonl --length=160 --topk 23 --batch=1 --dtype=float32 --threads=1".split()
-)
 CALIBRATE = "calibrate --data text.jsonl --length 128 --rows 8 --threads 1".split()
 PHASES = {
     "base": "--recipe=demo --positions=300 --window=8 --topk=20 --lists=16 --train-base --warmup=2",
     "uptrain": "--phase=uptrain",
     "streaming-plus": "--phase=streaming-plus --window=8 --topk=20",
+}
+GATES = {
     "trimkv": "--recipe=trimkv --topk=23 --gate-width=16 --gate-bias=5 --warmup=2",
     "dms": "--recipe=dms --window=8 --topk=23 --gate-scale=5 --warmup=2",
+    "dms-query": "--recipe=dms --window=8 --topk=23 --gate-scale=5 --warmup=2 --gate-reads=query --train-base",
     "kvzap": "--recipe=kvzap --window=8 --topk=23 --gate-width=16 --warmup=2",
 }
+QUICK = {("gemma3_text", "dms-query"), ("gpt_oss", "trimkv"), ("nemotron_h", "kvzap")}
+"""Gates that are trained in quick tests too."""
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +224,7 @@ def test_a_layer_that_has_a_window_where_its_config_says_none_is_refused(tmp_pat
 
 
 def test_attention_sinks_with_what_does_not_take_them_are_refused(root, run_kvpop, monkeypatch):
-    """Log-normalisers have no gradient; soft evictions and calibrations have no sinks."""
+    """Log-normalisers have no gradient; calibrations have no sinks."""
     monkeypatch.chdir(root)
     write_text(root / "text.jsonl", documents=200)
     for words, message in (
@@ -230,7 +232,6 @@ def test_attention_sinks_with_what_does_not_take_them_are_refused(root, run_kvpo
             [*TRAIN, "--train-base"],
             "gradients do not pass through attention sinks: train scorers alone, with --no-train-base",
         ),
-        (TRIMKV, "the model has attention sinks, which this does not take: choose another model"),
         (CALIBRATE, "the model has attention sinks, which this does not take: choose another model"),
     ):
         place = ["gpt_oss"] if words is CALIBRATE else ["--model=gpt_oss", "--steps=1"]
@@ -264,28 +265,49 @@ def test_cartridges_are_refused(root, run_kvpop, monkeypatch, kind, feature):
         assert status == 2 and f"a cartridge cannot serve a model with {feature}" in errors.splitlines()[-1], errors
 
 
+def train(root, monkeypatch, kind: str, words: str, out: str) -> None:
+    """Train for four steps, in the folder of the models and texts."""
+    monkeypatch.chdir(root)
+    words = f"distill --model={kind} --data text.jsonl --length=160 --dtype=float32 --steps=4 --out={out} {words}"
+    with one_thread():
+        assert not main([*words.split(), "--threads=1"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PHASES)
-def test_every_phase_trains(root, monkeypatch, name):
-    """Bases train through windows; gates are those of layers with full attention, and a KVpopCache serves them."""
-    monkeypatch.chdir(root)
-    words = f"distill --model=gemma3_text --data text.jsonl --length=160 --batch=2 --dtype=float32 --steps=4 --out=phase-{name}"
-    with one_thread():
-        assert not main([*words.split(), *PHASES[name].split(), "--threads=1"])
-    if name in ("base", "uptrain", "streaming-plus"):
-        weight = "model.layers.0.self_attn.v_proj.weight"  # of a layer with a window
-        before, after = (
-            load_file(root / place / "model.safetensors") for place in ("gemma3_text", f"phase-{name}/model")
-        )
-        assert not torch.equal(before[weight], after[weight])
-    if name in ("trimkv", "dms", "kvzap"):
-        assert read_scorer(root / f"phase-{name}")[0].layers == (2, 5)
-        model = AutoModelForCausalLM.from_pretrained(root / "gemma3_text", dtype=torch.float32)
-        prompt, cache = distinct(180), KVpopCache(model, name, scorer=root / f"phase-{name}")
-        with torch.no_grad():
-            logits = model(torch.tensor([prompt]), **{CACHE_NAME: cache}).logits[0]
-        exact = KindsOracle(root / "gemma3_text").logprobs(prompt, OraclePolicy.from_scorer(root / f"phase-{name}"))
-        assert float((logits.double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+def test_bases_train_through_windows(root, monkeypatch, name):
+    train(root, monkeypatch, "gemma3_text", f"--batch=2 {PHASES[name]}", f"phase-{name}")
+    weight = "model.layers.0.self_attn.v_proj.weight"  # of a layer with a window
+    folders = root / "gemma3_text", root / f"phase-{name}/model"
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
+    assert not torch.equal(before[weight], after[weight])
+
+
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        pytest.param(kind, name, marks=() if (kind, name) in QUICK else pytest.mark.slow)
+        for kind in ("gemma3_text", "gpt_oss", "nemotron_h")
+        for name in GATES
+    ],
+)
+def test_gates_of_layers_with_full_attention(root, monkeypatch, kind, name):
+    """A KVpopCache and an engine serve the folder as the oracle does, a borrowed channel with the model that gave it up."""
+    if not (root / kind).exists():
+        write_byte_tokenizer(write_mixed_model(root / kind, kind, vocab_size=VOCABULARY))
+    out, policy = root / f"{kind}-{name}", name.partition("-")[0]
+    train(root, monkeypatch, kind, f"--batch=1 --lr-new=1e-2 {GATES[name]}", out.name)
+    folder = out / "model" if name == "dms-query" else root / kind
+    oracle, exact = KindsOracle(folder), OraclePolicy.from_scorer(out)
+    layers = [i for i, layer_kind in enumerate(oracle.kinds) if layer_kind == FULL]
+    assert read_scorer(out)[0].layers == tuple(layers)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    prompt, cache = distinct(180), KVpopCache(model, policy, scorer=out)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]), **{CACHE_NAME: cache}).logits[0]
+    assert float((logits.double().log_softmax(-1) - oracle.logprobs(prompt, exact)).abs().max()) <= TOLERANCE
+    with serving(str(folder), {"policy": policy, "scorer": str(out)}, kind) as engine:
+        Served(engine, oracle, exact, by_inputs=True).serve([Job(1, new=60), Job(150)], 16)
 
 
 @pytest.mark.parametrize("kind, size", [(SLIDING, 40), (CHUNKED, 70)])

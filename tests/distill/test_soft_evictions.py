@@ -54,6 +54,21 @@ def test_attention_decays_as_the_paper_writes_it():
     torch.testing.assert_close(soft_attention(q, k, v, beta.log(), by_age, SCALE), decayed(q, k, v, beta))
 
 
+@pytest.mark.parametrize("weigh", [by_age, after(5)], ids=["trimkv", "dms"])
+def test_attention_sinks_are_keys_without_a_value(weigh):
+    """They equal a first key that every query sees, of value 0 and weight 1, and get no gradient."""
+    q, k, v, beta = drawn(batch=1)
+    sinks = torch.randn(HEADS * GROUP, dtype=torch.float64, requires_grad=True)
+    out = soft_attention(q, k, v, beta.log(), weigh, SCALE, sinks)
+    for head in range(HEADS * GROUP):
+        kv = head // GROUP
+        ages = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+        weights = torch.exp(SCALE * q[0, head] @ k[0, kv].T) * beta[0, kv] ** weigh(ages.clamp_min(0)) * (ages >= 0)
+        exact = weights @ v[0, kv] / (weights.sum(-1, keepdim=True) + sinks[head].exp())
+        torch.testing.assert_close(out[0, head], exact.detach())
+    assert not out.requires_grad
+
+
 @pytest.mark.parametrize("capacity", [0, 2, 4])
 def test_the_capacity_loss_is_the_papers_double_sum(capacity):
     beta = drawn()[3]

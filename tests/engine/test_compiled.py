@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
+from engine import kinds
 from engine.driving import Job, watched
-from engine.matrix import BUDGET, make_case
+from engine.matrix import BUDGET, make_case, policy_of
 
 from kvpop_vllm.scorers.export import export_checkpoint
-from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.testing import KindsOracle, write_mixed_model, write_tiny_model
 
 LENGTHS = (1, 17, 64, 130, 3 * BUDGET, 40, 41, 99)
 
@@ -33,12 +37,18 @@ def check(case, eager: bool, counts: tuple[int, int]) -> None:
         eager: True to compile nothing.
         counts: expected numbers of models that are compiled and loaded.
     """
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "long_prefill_token_threshold": 64}
+    with compiling(counts), watched(case.model, case.settings, case.judge, enforce_eager=eager, **sizes) as engine:
+        engine.check(engine.serve([Job(length, new=30) for length in LENGTHS]))
+
+
+@contextmanager
+def compiling(counts: tuple[int, int]) -> Iterator[None]:
+    """Check that so many models are compiled, and so many loaded, in the context."""
     from vllm.compilation.counter import compilation_counter as counter
 
     before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
-    sizes = {"max_model_len": 512, "max_num_seqs": 8, "long_prefill_token_threshold": 64}
-    with watched(case.model, case.settings, case.judge, enforce_eager=eager, **sizes) as engine:
-        engine.check(engine.serve([Job(length, new=30) for length in LENGTHS]))
+    yield
     after = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
     assert (after[0] - before[0], after[1] - before[1]) == counts
 
@@ -100,3 +110,15 @@ def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeyp
     hashes = [factors("trimkv"), factors("trimkv", mlp_width=24), factors("trimkv-kv"), factors("dms")]
     hashes.extend([factors("kvzap"), factors("kvzap", mlp_width=24), factors("kvzap-early")])
     assert len(set(hashes)) == 7 and factors("trimkv", seed=3, topk=50, mlp_width=24) == hashes[1]
+
+
+@pytest.mark.slow
+def test_a_gate_next_to_windows_compiled(folder, compiler_cache):
+    """Layers with windows have no gate. Another start loads what was compiled."""
+    model = str(write_mixed_model(folder / "gemma3", "gemma3_text"))
+    settings, exact, *_ = policy_of(model, folder / "gemma3-query", "dms-query")
+    oracle, sizes = KindsOracle(model), {"max_model_len": 512, "max_num_seqs": 8}
+    for counts in ((1, 0), (0, 1)):
+        with compiling(counts), kinds.serving(model, settings, enforce_eager=False, **sizes) as engine:
+            jobs = [Job(length, new=30, scored=False) for length in LENGTHS]
+            kinds.Served(engine, oracle, exact, by_inputs=True).serve(jobs, 64)

@@ -140,7 +140,7 @@ def test_without_a_policy_only_rows_of_every_process_differ(changes):
 
 
 def test_with_a_policy_all_rows_differ_and_nothing_else(changes):
-    """The engine has cartridges, which may be loaded, reports, seeds and the inspect page."""
+    """One engine has cartridges, which may be loaded, reports, seeds and the inspect page. Another one has a gate."""
     conditions = {row.when for row in LEDGER} - {"always", "HTTP server", "model runner V2"}
     assert changes["policy"] == targets(*conditions)
 

@@ -16,22 +16,26 @@ from policies.matrix import ROPE, ROWS, random_statistics_folder
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.supported import BORROWING
+from kvpop_vllm.testing import write_random_scorer
 
 FAMILIES = {"gemma3_text": False, "gemma4_text": False, "nemotron_h": True}
 """Models, and whether they have recurrent layers, next to which attention does not rotate."""
 ROTATED = {"triattention"}
-GATES = {"trimkv", "dms", "kvzap"}
+QUICK = {"gemma3_text", "nemotron_h"}
+"""Models on which gates are tested in quick tests too."""
 ENGINE_ONLY = {"attention-matching"}
 """Policies whose oracle is not one of sets of tokens: an engine's answers are finite and those of the whole text."""
-NAMES = [name for name, row in ROWS.items() if (row.policy or name) not in {*GATES, *ENGINE_ONLY, "full"}]
+NAMES = [name for name in ROWS if name not in {*ENGINE_ONLY, "full"}]
 MATRIX = [
-    (family, name) for family, recurrent in FAMILIES.items() for name in NAMES if not (recurrent and name in ROTATED)
+    pytest.param(family, name, marks=() if family in QUICK and ROWS[name].gate else pytest.mark.slow)
+    for family, recurrent in FAMILIES.items()
+    for name in NAMES
+    if not (recurrent and name in ROTATED) and (name != "dms-query" or family in BORROWING)
 ]
 JOBS = [Job(1, new=70), Job(40), Job(BUDGET), Job(130, new=20)]
 LONG = {"triattention": 260}
 """Tokens of a longer prompt, 281 where it is not said: of these two have values that differ by rounding."""
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("kind, name", MATRIX)
@@ -45,6 +49,7 @@ def test_policies_on_attention_layers(family, tmp_path, kind, name):
         Served(engine, oracle, exact, by_inputs=True).serve(jobs, 16, protect=protect)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FAMILIES)
 @pytest.mark.parametrize("name", ENGINE_ONLY)
 def test_policies_that_make_slots(family, tmp_path, kind, name):
@@ -58,13 +63,11 @@ def test_policies_that_make_slots(family, tmp_path, kind, name):
         assert all(entry.logprob > -20 for top in answer.outputs[0].logprobs for entry in top.values())
 
 
-@pytest.mark.parametrize("kind", FAMILIES)
-@pytest.mark.parametrize("name", sorted(GATES))
-def test_gates_are_refused(family, tmp_path, kind, name):
-    folder, _ = family(kind)
-    settings, *_ = policy_of(folder, tmp_path, name)
-    with pytest.raises(ConfigError, match="a gate, which vLLM's models have in every layer: choose another policy"):
-        configure(folder, settings)
+def test_a_channel_whose_place_is_not_tested_is_refused(family, tmp_path):
+    folder, _ = family("gemma4_text")
+    gate = write_random_scorer(tmp_path, folder, "dms", reads="query", layers=[2, 5])
+    with pytest.raises(ConfigError, match="known where it is in llama, .* models only, not in gemma4_text"):
+        configure(folder, {"policy": "dms", "scorer": str(gate)})
 
 
 def test_statistics_of_rotated_queries_are_refused(family, tmp_path):

@@ -309,13 +309,6 @@ def test_unequal_shares_with_a_stage_that_has_none(mixed):
     configure(folder, STREAMING, **stages)
 
 
-def test_gates_read_every_layer(tmp_path, mixed):
-    folder = mixed(SLIDING, FULL, model_type="qwen3", architectures=["Qwen3ForCausalLM"], use_sliding_window=True)
-    gate = write_random_scorer(tmp_path, folder, "trimkv", layers=[1])
-    with pytest.raises(ConfigError, match="a gate, which vLLM's models have in every layer: choose another policy"):
-        configure(folder, {"policy": "trimkv", "scorer": str(gate)})
-
-
 def test_a_scorer_of_other_layers_is_refused(tmp_path, mixed):
     scorer = write_random_scorer(tmp_path, folder := mixed(SLIDING, FULL, FULL), layers=[0, 2])
     with pytest.raises(ConfigError, match=r"made for a model with layers = \(0, 2\), this one has \(1, 2\)"):

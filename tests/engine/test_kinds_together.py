@@ -15,6 +15,7 @@ import pytest
 from distill.byte_tokenizer import byte_tokenizer
 from engine.driving import Job
 from engine.kinds import BLOCK, BUDGET, TOLERANCE, Served, roles, serving
+from engine.matrix import policy_of
 from engine.test_sharing_features import adapter
 from engine.tiny_engine import PROMPTS, complete, configure, quick, running, scores
 from prometheus_client import REGISTRY
@@ -156,6 +157,11 @@ def test_export_is_refused(model, tmp_path, run_kvpop):
 @pytest.fixture(scope="module")
 def alone(model):
     """Tokens and log-probabilities of one engine of one rank, which the oracle judges."""
+    return answers_alone(model)
+
+
+def answers_alone(model: Model) -> list:
+    """Return tokens and log-probabilities of one engine of one rank, which the oracle judges."""
     with serving(model.folder, model.settings) as engine:
         jobs = [Job(prompt=prompt, new=NEW, scored=False) for prompt in PROMPTS]
         return [scores(answer) for answer in model.served(engine).serve(jobs).values()]
@@ -176,6 +182,11 @@ RANKS = {
 @pytest.mark.parametrize("ranks", RANKS)
 def test_two_workers_equal_one(model, alone, monkeypatch, ranks):
     """Ranks have one KV head of each layer, stages one layer of full attention and two others."""
+    check_two_workers(model, alone, monkeypatch, ranks)
+
+
+def check_two_workers(model: Model, alone: list, monkeypatch, ranks: str) -> None:
+    """Check that two workers give the tokens and log-probabilities of one engine of one rank."""
     for name, value in core_for_each_of_two().items():
         monkeypatch.setenv(name, value)
     with running(model.folder, model.settings, block_size=BLOCK, **RANKS[ranks]) as llm:
@@ -203,9 +214,36 @@ def test_asynchronous_scheduling(model, alone, monkeypatch):
             assert [token for token, _ in ours] == [token for token, _ in one]
 
 
+@pytest.fixture(scope="module", params=[("gemma3_text", "dms-query"), ("gpt_oss", "trimkv"), ("nemotron_h", "kvzap")])
+def gated(request, family, tmp_path_factory):
+    """Return each model with a gate."""
+    kind, name = request.param
+    folder, oracle = family(kind)
+    settings, exact, *_ = policy_of(folder, tmp_path_factory.mktemp("gate"), name)
+    return Model(kind, folder, oracle, settings, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", RANKS)
+def test_gates_of_two_workers(gated, monkeypatch, ranks):
+    check_two_workers(gated, answers_alone(gated), monkeypatch, ranks)
+
+
+@pytest.mark.slow
+def test_gates_with_adapters(gated, tmp_path):
+    """On a CPU vLLM has no adapters next to experts, as in gpt-oss."""
+    if gated.kind != "gpt_oss":
+        check_adapter(gated, tmp_path)
+
+
 @pytest.mark.slow
 def test_adapters(model, tmp_path):
     """A request with a LoRA adapter gets the oracle's answer on the model whose weights contain it."""
+    check_adapter(model, tmp_path)
+
+
+def check_adapter(model: Model, tmp_path) -> None:
+    """Check answers of requests with an adapter."""
     from vllm.lora.request import LoRARequest
 
     merged, lora = adapter(model.folder, tmp_path, seed=1)

@@ -20,12 +20,9 @@ from kvpop_vllm.testing import OraclePolicy
 
 CLOSE = 2e-3
 """Bound on differences of log-probabilities, which go through the fits of two layers."""
-GATES = "trimkv", "dms", "kvzap"
 JOBS = [Job(1, new=70), Job(57, new=40), Job(130, new=20), Job(200, new=6)]
 CASES = {
-    name: (name, {})
-    for name, row in ROWS.items()
-    if row.scorer not in (*GATES, "prompt matching") and row.allocator == "uniform"
+    name: (name, {}) for name, row in ROWS.items() if row.scorer != "prompt matching" and row.allocator == "uniform"
 }
 CASES |= {
     "kvpop, moments": ("kvpop", {"correction": "moment"}),
@@ -35,8 +32,10 @@ CASES |= {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if ROWS[policy].gate else pytest.mark.slow) for name, (policy, _) in CASES.items()],
+)
 def test_every_policy(family, tmp_path, name):
     """Retained tokens, log-probabilities and tokens are the oracle's, in chunks and after preemption."""
     policy, options = CASES[name]

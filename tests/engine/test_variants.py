@@ -16,7 +16,9 @@ from engine.matrix import BUDGET, make_case
 from engine.test_cartridges import unrotated
 from engine.tiny_engine import generate, running, scores
 from vllm import SamplingParams
+from vllm.model_executor.models.llama import LlamaAttention
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import HEAD_SIZES
 from kvpop_vllm.testing import (
@@ -40,6 +42,24 @@ def test_head_sizes(tmp_path, size):
     with serving(make_case(model, tmp_path / "scorer", "kvpop")) as engine:
         engine.chunk(7)
         engine.check(engine.serve(JOBS))
+
+
+def test_gates_of_models_that_run_by_transformers(case):
+    """Hidden states of transformers' modules have an axis more. Their queries are rotated before vLLM has them."""
+    with serving(case("llama", "trimkv"), model_impl="transformers") as engine:
+        engine.chunk(7)
+        engine.check(engine.serve(JOBS))
+    borrowing = case("llama", "dms-query")
+    with pytest.raises(ConfigError, match="borrows a channel of the queries before RoPE, .* leave --model-impl out"):
+        generate(borrowing.model, borrowing.settings, model_impl="transformers")
+
+
+def test_gates_without_hidden_states_are_refused(case, monkeypatch):
+    forward = LlamaAttention.forward
+    monkeypatch.setattr(LlamaAttention, "forward", lambda self, positions, x: forward(self, positions, x))
+    gated = case("llama", "trimkv")
+    with pytest.raises(ConfigError, match="trimkv reads hidden states, which the modules around .* do not take"):
+        generate(gated.model, gated.settings)
 
 
 def test_reference_kernels(case, monkeypatch):

@@ -18,7 +18,7 @@ from engine.tiny_engine import configure, generate, running
 from vllm import SamplingParams, envs
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
-from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import plugin
 from kvpop_vllm.vllm_glue.ledger import LEDGER
 
@@ -110,7 +110,7 @@ def load(server: bool, runner_v2: bool = False) -> None:
 
 
 def serve_all(model: str, folder: str) -> None:
-    """Run an engine with a policy and all that a policy may have, and requests that ask for it."""
+    """Run an engine with a policy and all that a policy may have, and requests that ask for it; one with a gate."""
     cartridge = write(f"{folder}/cartridge", model, "plain")
     policy = {"policy": "vase", "budget": 64, "window": 16, "protect_prompt": 64, "inspect": True}
     options = {"kv_report": 1, "kv_seed": 3, "kv_cartridges": ["plain"], "kv_protect_prompt": 32}
@@ -120,6 +120,8 @@ def serve_all(model: str, folder: str) -> None:
         reported, _ = llm.generate(prompts, params, use_tqdm=False)
         assert reported.kv_transfer_params["kv_report"]["cartridge_tokens"] == 64
         assert llm.reset_prefix_cache()
+    gate = write_random_scorer(f"{folder}/gate", model, "trimkv")
+    generate(model, {"policy": "trimkv", "scorer": str(gate)}, tokens=2)
 
 
 def main(model: str, out: str) -> None:

@@ -18,7 +18,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache, local_layers
 from kvpop_vllm.hf.local_layers import LocalLayer, parts_of_pass
 from kvpop_vllm.model_hook import CACHE_NAME
-from kvpop_vllm.supported import EQUAL, FAMILIES, LOCAL_LAYERS, POLICY_LAYERS, RECURRENCES
+from kvpop_vllm.supported import BORROWING, EQUAL, FAMILIES, LOCAL_LAYERS, POLICY_LAYERS, RECURRENCES
 from kvpop_vllm.testing import KindsOracle, OraclePolicy, write_mixed_model, write_random_scorer
 
 SERVED = [kind for family in FAMILIES if family.state == EQUAL for kind in family.model_types]
@@ -239,6 +239,23 @@ def test_gates_read_the_input_of_layers_with_full_attention(family, tmp_path, ki
         parts = [model(part, **{CACHE_NAME: cache}).logits[0] for part in (tokens[:, :120], tokens[:, 120:])]
     exact = oracle.logprobs(tokens[0].tolist(), OraclePolicy.from_scorer(gate))
     assert float((torch.cat(parts).double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("kind", [kind for kind in BORROWING if kind in SERVED])
+def test_a_channel_is_borrowed_in_layers_with_full_attention(mixed, tmp_path, kind):
+    """Log-probabilities are the oracle's: of a prompt in two passes, and of as many tokens as there are query heads."""
+    model, oracle = mixed(kind)
+    gate = write_random_scorer(
+        tmp_path, model.name_or_path, "dms", reads="query", evict=0.5, layers=layers_of(oracle), topk=BUDGET - 20
+    )
+    cache = KVpopCache(model, "dms", scorer=gate)
+    for columns in ((0, 120, 200), (0, 4)):
+        tokens, cuts = torch.tensor([distinct(columns[-1])]), zip(columns, columns[1:], strict=False)
+        with torch.no_grad():
+            logits = torch.cat([model(tokens[:, a:b], **{CACHE_NAME: cache}).logits[0] for a, b in cuts])
+        exact = oracle.logprobs(tokens[0].tolist(), OraclePolicy.from_scorer(gate))
+        assert float((logits.double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+        cache.reset()
 
 
 def test_what_every_layer_has_is_refused(tmp_path):

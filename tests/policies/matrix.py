@@ -19,7 +19,9 @@ from kvpop_vllm.scorers.untrained import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 from kvpop_vllm.testing.oracle_policy import shared_slots
 
-LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms", "kvzap")
+GATES = ("trimkv", "dms", "kvzap")
+"""Kinds of gates, which come in folders as scorers do."""
+LEARNED = ("mlstm", "mlp", "linear", *GATES)
 """Kinds of scorers that come in folders."""
 
 
@@ -66,6 +68,10 @@ class Row:
     @property
     def learned(self) -> bool:
         return self.scorer in LEARNED
+
+    @property
+    def gate(self) -> bool:
+        return self.scorer in GATES
 
     @property
     def early(self) -> dict:

@@ -374,15 +374,15 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
 
     def _add_gate(self, layer: int, heads: slice) -> None:
-        """Add the layer's gate to its attention module.
+        """Add the layer's gate.
 
         Raises:
-            ConfigError: the module does not pass what a gate reads.
+            ConfigError: no module around the layer hands over what a gate reads.
         """
         if self.gates is None:
             raise ConfigError(
-                f"--kv-policy {self.policy.name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
-                " choose a Llama or Qwen3 model, or another policy"
+                f"--kv-policy {self.policy.name} reads hidden states, which the modules around this model's attention layers do not take:"
+                " choose another policy"
             )
         gate = self.policy.gate(layer, heads).to(self.vllm_config.device_config.device_type)
         if len(self.gates):  # weights are loaded again

@@ -1,27 +1,31 @@
-"""Attention modules that pass gate scores to the attention backend, for policies with a gate.
+"""Attention layers that pass gate scores to the attention backend, for policies with a gate, in models of any architecture.
 
 vLLM's attention op takes q, k and v after RoPE and is an opaque part of the compiled graph. Gate scores must
 reach it as a further argument: the compiler orders a graph by its tensors alone, so that a buffer or an
-attribute could be written at another time than it is read. Attention modules of a model with a gate therefore
-call an op of this module, which equals vLLM's with ``gate_scores`` next to q, k and v.
+attribute of ours could be written at another time than the op reads it. Layers with a gate therefore call an op of this
+module, which equals vLLM's with ``gate_scores`` next to q, k and v.
 
-The modules are vLLM's own with another ``forward``. The class of an instance is exchanged after its model has
-been built, which leaves its parameters, names and registration unchanged.
+The layers are vLLM's own with another ``forward``. The class of an instance is exchanged after its model has
+been built, which leaves its parameters, names and registration unchanged. A hook on the module around a layer hands over
+the hidden states. All of this is traced, so that the compiler sees tensors that flow from one to the other.
 """
 
 from __future__ import annotations
+
+import functools
+import inspect
 
 import torch
 from torch import nn
 from torch.library import Library
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.attention.attention import Attention, get_attention_context
-from vllm.model_executor.models.llama import LlamaAttention
-from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from kvpop_vllm.policies import Policy
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import Signals
+from kvpop_vllm.supported import rotates
+from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 
 LIBRARY = Library("kvpop_vllm", "FRAGMENT")
 
@@ -62,89 +66,120 @@ direct_register_custom_op(
 )
 
 
-def attend(
-    layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_scores: torch.Tensor
-) -> torch.Tensor:
-    """Return the attention of one layer with gate scores.
+class GateInputs:
+    """Inputs of a layer's gate in addition to keys and values, from when its module has them until the layer attends.
 
-    Args:
-        layer: vLLM's attention layer.
-        q: ``[T, Hq * D]``.
-        k: ``[T, H * D]``.
-        v: ``[T, H * D]``.
-        gate_scores: ``[T, H]`` float32, gate scores.
-
-    Returns:
-        ``[T, Hq * D]``.
+    Attributes:
+        hidden: ``[T, E]`` or ``[1, T, E]``, input of the module around the layer.
+        channel: ``[T, H]``, the borrowed channel, None where queries do not rotate.
     """
-    output = torch.empty_like(q)
-    by_head = [
-        x.view(-1, heads, layer.head_size)
-        for x, heads in ((q, layer.num_heads), (k, layer.num_kv_heads), (v, layer.num_kv_heads))
-    ]
-    out = output.view(-1, layer.num_heads, layer.head_size)
-    torch.ops.kvpop_vllm.attention_with_gate_scores(*by_head, gate_scores, out, layer.layer_name)
-    return output
+
+    def __init__(self):
+        self.hidden: torch.Tensor | None = None
+        self.channel: torch.Tensor | None = None
 
 
 class _Gated:
-    """Mixin before an attention module of vLLM.
+    """Mixin before an attention layer of vLLM.
 
-    ``gates`` holds the layer's gate once weights have been loaded.
+    Attributes:
+        gates: holds the layer's gate once weights have been loaded.
+        gate_inputs: what the gate reads.
     """
 
-    def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Return the layer's attention output ``[T, hidden]`` with gate scores passed to attention."""
-        gate, heads, group = self.gates[0], self.num_kv_heads, self.num_heads // self.num_kv_heads
-        qkv, _ = self.qkv_proj(hidden_states)
-        q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
-        q, k = self.normed(q), self.normed(k, of_keys=True)
-        channel = None
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Return the layer's attention ``[T, Hq * D]``.
+
+        Args:
+            query: ``[T, Hq * D]``.
+            key: ``[T, H * D]``.
+            value: ``[T, H * D]``.
+        """
+        gate, inputs = self.gates[0], self.gate_inputs
+        hidden, channel = inputs.hidden, inputs.channel
+        inputs.hidden = inputs.channel = None
+        query = query.view(-1, self.num_heads * self.head_size)
         if gate.borrows:
-            channel = q.view(-1, heads, group, self.head_dim)[:, :, 0, -1]
-            q = self._without_channel(q)
-        q, k = self.rotary_emb(positions, q, k)
-        if gate.borrows:
-            q = self._without_channel(q)
-        by_head = (-1, heads, self.head_dim)
-        gate_scores = gate(Signals(hidden_states, k.view(by_head), v.view(by_head), channel))
-        output, _ = self.o_proj(attend(self.attn, q, k, v, gate_scores))
+            unrotated, query = take_channel(query, self)
+            channel = unrotated if channel is None else channel
+        heads = ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
+        q, k, v = (x.view(-1, count, self.head_size) for x, count in heads)
+        signals = Signals(hidden.flatten(0, -2), k, v, channel)  # models of transformers have [1, T, E]
+        gate_scores, output = gate(signals), torch.empty_like(query)
+        torch.ops.kvpop_vllm.attention_with_gate_scores(q, k, v, gate_scores, output.view_as(q), self.layer_name)
         return output
 
-    def normed(self, x: torch.Tensor, of_keys: bool = False) -> torch.Tensor:
-        """Return queries or keys ``[T, heads * D]`` as they enter RoPE."""
-        return x
 
-    def _without_channel(self, q: torch.Tensor) -> torch.Tensor:
-        """Return the queries with the borrowed channel set to 0."""
-        place = torch.arange(self.q_size, device=q.device)
-        borrowed = place % (self.q_size // self.num_kv_heads) == self.head_dim - 1
-        return torch.where(borrowed, torch.zeros_like(q), q)
+class _Borrowing(nn.Module):
+    """Rotary embedding of one layer that hands over the queries' borrowed channel, as it is before RoPE."""
 
+    def __init__(self, rotary: nn.Module, layer: Attention):
+        super().__init__()
+        self.rotary, self.layer = rotary, (layer,)  # in a tuple, so that it is no submodule
 
-class GatedLlamaAttention(_Gated, LlamaAttention):
-    """Attention of Llama."""
-
-
-class GatedQwen3Attention(_Gated, Qwen3Attention):
-    """Attention of Qwen3, with its norms of queries and keys."""
-
-    def normed(self, x, of_keys=False):
-        """Return queries or keys ``[T, heads * D]`` after Qwen3's norm."""
-        norm = self.k_norm if of_keys else self.q_norm
-        return norm(x.view(*x.shape[:-1], -1, self.head_dim)).view(x.shape)
+    def forward(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor):
+        """Return rotated queries and keys. Arguments are those of vLLM's rotary embeddings."""
+        (layer,) = self.layer
+        layer.gate_inputs.channel, query = take_channel(query, layer)
+        return self.rotary(positions, query, key)
 
 
-_CLASSES = {LlamaAttention: GatedLlamaAttention, Qwen3Attention: GatedQwen3Attention}
+def take_channel(query: torch.Tensor, layer: Attention) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the borrowed channel ``[T, H]`` of queries ``[T, Hq * D]``, and the queries with 0 in its place."""
+    place = torch.arange(query.shape[-1], device=query.device)
+    group = layer.num_heads // layer.num_kv_heads * layer.head_size
+    borrowed = place % group == layer.head_size - 1
+    channel = query.view(-1, layer.num_kv_heads, group)[:, :, layer.head_size - 1]
+    return channel, torch.where(borrowed, torch.zeros_like(query), query)
 
 
-def prepare(model: nn.Module, policy: Policy) -> None:
-    """Turn the attention modules of a model into gated ones if the policy has a gate.
+@functools.cache
+def _gated_class(cls: type[Attention]) -> type[Attention]:
+    """Return the class of layers of ``cls`` with a gate."""
+    return type(f"Gated{cls.__name__}", (_Gated, cls), {"__module__": __name__})
 
-    The layers' attention implementations add the gates when weights have been loaded.
+
+def process_weights(original, model: nn.Module, *args, **kwargs):
+    """Wrap the processing of loaded weights, in which layers ask for their gates: they are given room for them before."""
+    prepare(model)
+    return original(model, *args, **kwargs)
+
+
+def prepare(model: nn.Module) -> None:
+    """Turn the attention layers of a model whose policy has a gate into gated ones, unless they are.
+
+    Layers that no module with hidden states calls are left as they are. Their implementations refuse to serve them when
+    they add the gates.
+
+    Raises:
+        ConfigError: a gate borrows a channel before RoPE, and the module around its layer does not rotate.
     """
-    for module in model.modules() if policy.gated else ():
-        if type(module) in _CLASSES:
-            module.__class__ = _CLASSES[type(module)]
-            module.gates = nn.ModuleList()
-            module.attn.impl.gates = module.gates
+    for module in list(model.modules()):
+        for layer in list(module.children()):
+            impl = getattr(layer, "impl", None)
+            if not isinstance(impl, FixedBudgetImpl) or not impl.policy.gated or impl.gates is not None:
+                continue
+            if (place := _place_of_hidden_states(type(module))) is None:
+                continue
+            layer.__class__ = _gated_class(type(layer))
+            layer.gates, layer.gate_inputs = nn.ModuleList(), GateInputs()
+            impl.gates = layer.gates
+            module.register_forward_pre_hook(functools.partial(_hand_over, layer.gate_inputs, place), with_kwargs=True)
+            if impl.policy.borrows and rotates(impl.vllm_config.model_config.hf_text_config):
+                if not hasattr(module, "rotary_emb"):
+                    raise ConfigError(
+                        f"the gate borrows a channel of the queries before RoPE, which {type(module).__name__} does not have:"
+                        " leave --model-impl out"
+                    )
+                module.rotary_emb = _Borrowing(module.rotary_emb, layer)
+
+
+def _place_of_hidden_states(cls: type[nn.Module]) -> int | None:
+    """Return the place of hidden states among the positional arguments of a class of modules, None if they are none of them."""
+    names = [*inspect.signature(cls.forward).parameters]
+    return names.index("hidden_states") - 1 if "hidden_states" in names else None
+
+
+def _hand_over(inputs: GateInputs, place: int, module: nn.Module, positional: tuple, named: dict) -> None:
+    """Hand the hidden states of a module's call to its attention layer's gate, before the call."""
+    inputs.hidden = named["hidden_states"] if "hidden_states" in named else positional[place]

@@ -1,8 +1,4 @@
-"""Model classes of full checkpoints and of policies with a gate.
-
-They are vLLM's own classes, which in addition take the scorer tensors out of the weight stream and pass gate
-scores to attention.
-"""
+"""Model classes of full checkpoints: vLLM's own, which in addition take the scorer tensors out of the weight stream."""
 
 from __future__ import annotations
 
@@ -15,8 +11,7 @@ from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.published_checkpoint import MODEL_NAMES
-from kvpop_vllm.vllm_glue.run.gated_attention import prepare
-from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, policy_from_checkpoint, requested
+from kvpop_vllm.vllm_glue.start.engine_policy import policy_from_checkpoint, requested
 from kvpop_vllm.vllm_glue.start.published import serves_published
 
 _DMS_PROJECTION = ".self_attn.dms_proj_alpha"
@@ -35,8 +30,6 @@ class _CarriesScorers:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._engine_config = vllm_config
-        if requested(vllm_config):
-            prepare(self, engine_policy(vllm_config))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load the model's own weights and hand the scorer tensors to the policy.

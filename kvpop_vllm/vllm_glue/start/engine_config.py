@@ -81,6 +81,7 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
         cuda.prepare(vllm_config, policy, graphs_chosen)
     check_checkpoint(vllm_config)
     choose_model_class(vllm_config)
+    policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)
     refusals.check_pipeline(vllm_config, policy)
     engines = vllm_config.parallel_config.data_parallel_size
     several = settings.inspect and engines > 1

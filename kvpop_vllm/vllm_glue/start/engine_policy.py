@@ -204,23 +204,13 @@ def register_models() -> None:
 
 
 def choose_model_class(vllm_config: VllmConfig) -> None:
-    """Select the gated model class if the policy has a gate.
+    """Select the model class of full checkpoints for a model of DMS with eviction projections, which it leaves out.
 
-    An architecture that carries scorers is kept, because its class has the gate already.
-
-    Raises:
-        ConfigError: no gated class exists for this model, or the policy needs all heads in one rank.
+    They are imported into a scorer folder by ``kvpop import``.
     """
-    policy, model = engine_policy(vllm_config), vllm_config.model_config
-    policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)
-    if not policy.gated or set(model.architectures) & set(ARCHITECTURES.values()):
-        return
-    if unknown := set(model.architectures) - set(STOCK_ARCHITECTURES):
-        raise ConfigError(
-            f"--kv-policy {policy.name} scores from {', '.join(sorted(s.value for s in policy.signals))}, which"
-            f" {', '.join(sorted(unknown))} does not hand over: serve {' or '.join(STOCK_ARCHITECTURES)}, or choose another policy"
-        )
-    model.hf_config.architectures = [STOCK_ARCHITECTURES[name] for name in model.architectures]
+    model = vllm_config.model_config
+    if getattr(model.hf_config, "dms_separate_alpha", False):
+        model.hf_config.architectures = [STOCK_ARCHITECTURES.get(name, name) for name in model.architectures]
 
 
 def _resolve(vllm_config: VllmConfig) -> Policy:

@@ -173,7 +173,6 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
             f"{NEEDS_FULL['cartridge']}: leave --kv-cartridge out, and unset VLLM_ALLOW_RUNTIME_LORA_UPDATING": (
                 policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING
             ),
-            f"{NEEDS_FULL['gate']}: choose another policy": policy.gated,
             f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": one_cache,
             f"--block-size {cache.block_size} on a CPU: use a multiple of 32": windows and cache.block_size % 32,
             "prefix caching on a CPU, where vLLM stops at the first request: leave --enable-prefix-caching out": (
