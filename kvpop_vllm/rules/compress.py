@@ -80,7 +80,9 @@ def compress(
         sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     p, compression = int(prefix.tokens[0]), rule.compression
+    # queries inside the window alone see every token that they vote on
     count = min(compression.queries, after.window, p - after.shift - after.made_slots)
+    # the state is a ring of the newest queries, so that an index is a position modulo its size
     queries = load_queries(pages, row, torch.arange(p - count, p) % compression.queries, group)
     sinks = None if sink_logits is None else sink_logits.view(-1, group)
     if compression.makes_slots:
@@ -120,11 +122,14 @@ def retain_by_votes(
     sinks = rule.sinks
     oldest = max(sinks, p - window)
     if rule.compression.adaptive_head_budgets:
+        # until here all heads have the mean budget
         budgets = divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.compression.safe)
         store_budgets(pages, row, budgets, rule.compression)
+        # from here on row has the regions of unequal heads
         (budgets,), (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression)
     table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
+    # the slots that decoding would have given these tokens (Retention.ring_slot)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
     for h in range(heads):
         candidates = votes[h, sinks:oldest]
@@ -203,8 +208,10 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     if candidates <= room:
         return torch.full((heads,), budget, dtype=torch.int32, device=votes.device)
     newest_first = votes.flip(1)
+    # sinks and window count towards the guaranteed part
     sure = max(0, int(safe * budget) - first)
     best = newest_first.argsort(dim=1, descending=True, stable=True)[:, :sure]
+    # transposed: an index modulo heads is the head, and ties go to the newer token, then to the lower head
     ranking = newest_first.scatter(1, best, torch.inf).T.flatten()
     winners = ranking.argsort(descending=True, stable=True)[: heads * room] % heads
     return first + winners.bincount(minlength=heads).int()
@@ -238,6 +245,7 @@ def prompt_votes(
     for h in range(len(keys)):
         logits = q[h].float() @ keys[h].float().T * scale  # [n, G, p]
         logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)
+        # sinks take their share of the softmax, and their column gets no votes
         if sink_logits is not None:
             logits = torch.cat([logits, sink_logits[h].view(1, -1, 1).expand(count, -1, -1)], -1)
         mean = logits.softmax(-1)[..., : p - count].mean((0, 1))
@@ -257,6 +265,7 @@ def _words(
         first: offset of the queries in the state.
     """
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
+    # a state may go on in further blocks: word // region is the block, word % region the place in it
     word = first + places.unsqueeze(1) * floats + torch.arange(floats, device=places.device)
     word = word.unsqueeze(1).expand(-1, len(heads), -1)
     return states.long().gather(2, word // region), heads.view(-1, 1).expand_as(word), word % region

@@ -151,6 +151,7 @@ def due(queries: int, ends: list[int], rounds: Sequence[Sequence[EqualRoles]]) -
         for group in groups:
             retention, m, _ = group
             full = retention.first + retention.budget
+            # the next round reads this query if fewer tokens are left until then than it reads queries
             if end > max(retention.first, full - m - queries) and (-end) % m < queries:
                 stored[r] = True
             if end % m == 0 and end - 1 + m >= full and end > retention.first:
@@ -183,6 +184,7 @@ def run_due_rounds(
     """
     rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
     first, states = _first_word(rule, layout.head_size), table[:, :, : layout.state_blocks]
+    # with one request the tokens may be a chunk, of which the next round reads the last ones only
     if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
@@ -218,6 +220,7 @@ def _run_round(
     """
     layout, rounds, retention = pages.layout, rule.rounds, ranked.retention
     heads = torch.arange(layout.num_kv_heads) if ranked.heads is None else torch.tensor(ranked.heads)
+    # oldest first, because neighbours are those of the text
     positions, order = slot_positions(pages, row, tokens_seen, retention, heads=heads).sort(1)  # [heads, n]
     chosen_heads, heads = heads, heads.to(order.device).unsqueeze(1)
     index = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
@@ -311,6 +314,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
     by_spread = spread.argsort(dim=1, stable=True).argsort(dim=1)
     few = spread.shape[1] - max(0, tokens.candidates // rounds.large - tokens.sinks)
     positions = tokens.positions[:, tokens.sinks : tokens.candidates]
+    # 0.5 more, since a draw of 0 has no finite logarithm
     uniform = (draw(keys.unsqueeze(1), q, positions) + 0.5) * 2.0**-53
     drawn = weights[:, tokens.sinks :].double().log() - (-uniform.log()).log()
     return torch.where(by_spread >= few, by_spread + drawn.shape[1], drawn.argsort(dim=1, stable=True).argsort(dim=1))
@@ -350,6 +354,7 @@ def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> 
         length: number of tokens that the request has processed.
     """
     pairs = len(rounds.frequencies)
+    # float64, because angles grow with the position: float32 would round one at 100,000 by 0.004 radians
     angles = length * rounds.frequencies
     cos, sin = angles.cos(), angles.sin()
     a, b, rest = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
@@ -368,6 +373,7 @@ def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:
         cosine = unit[rows] @ unit.T
         cosine[torch.arange(len(rows), device=unit.device), rows] = 0
         alike = cosine > similar
+        # argmax takes no booleans, and of equal values it returns the first
         newest = count - 1 - alike.flip(1).byte().argmax(1)
         spared = torch.where(alike.any(1), cosine.gather(1, newest.unsqueeze(1)).squeeze(1), 0.0)
         total += cosine.sum(0).index_add(0, newest, spared, alpha=-1)
