@@ -169,6 +169,7 @@ def _check_base_tensors(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping, f
     width = sizes["num_kv_heads"] * sizes["head_dim"]
     for layer in range(sizes["num_layers"]):
         for part in ("k", "v"):
+            # a decoder that was saved alone has names without the prefix
             name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
             shape = shapes.get(name, shapes.get(name.removeprefix("model.")))
             if shape is None:
