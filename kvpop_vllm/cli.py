@@ -275,10 +275,8 @@ def add_plan(commands: Commands) -> None:
         ("pipeline-parallel-size", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
-    dtypes, states = (
-        sorted({*DTYPES["cpu"], *DTYPES["cuda"]}),
-        "of recurrent states (default: the config's, or the model's)",
-    )
+    dtypes = sorted({*DTYPES["cpu"], *DTYPES["cuda"]})
+    states = "of recurrent states (default: the config's, or the model's)"
     command.add_argument("--mamba-ssm-cache-dtype", choices=dtypes, help=states)
     cached = "count the states that a prefix cache keeps (default: where a policy protects prompts; not in stock vLLM)"
     command.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=cached)

@@ -65,13 +65,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their ends, without a last one that was cut off. None if there is no file."""
+    """Return the lines of a file with their ends, without a last one that was cut off, and none if there is no file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def json_lines(path: Path, *keys: str) -> list[dict]:
-    """Return the objects of a JSONL file, without a last line that was cut off. None if there is no file.
+    """Return the objects of a JSONL file, without a last line that was cut off, and none if there is no file.
 
     Args:
         path: the file.

@@ -190,10 +190,8 @@ class Planned:
 
     def pool(self) -> Pool:
         """Return the pool of an engine with any policy."""
-        default, stock_size = (
-            16 if self.stock else BLOCK_SLOTS,
-            self.options.block_size or self.options.dense_block_size,
-        )
+        default = 16 if self.stock else BLOCK_SLOTS
+        stock_size = self.options.block_size or self.options.dense_block_size
         unit = self.layout(BLOCK_SLOTS).slot_bytes * self.heads
         return self._pool(BlockSizes.of(unit, self.options.block_size or default, self.stock, stock_size))
 

@@ -1,7 +1,5 @@
 """Reader of the keys of a published checkpoint's ``config.json`` that are of its scorer, under names that nobody has fixed.
 
-Errors are ConfigErrors.
-
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 

@@ -1,7 +1,7 @@
 """Folders of full checkpoints of other authors: their sizes, what their config says, and their tensors.
 
 Only JSON and safetensors files are opened. No code of the folder is imported. ``kvpop import`` may also read pickles,
-by torch's restricted unpickler. Errors are ConfigErrors.
+by torch's restricted unpickler.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """

@@ -1,7 +1,5 @@
 """Reader of full checkpoints of other authors: the only reading of the scorer that fits, or the one in a map.
 
-Errors are ConfigErrors.
-
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 

@@ -2,7 +2,7 @@
 
 Published checkpoints name, stack and transpose the pieces of one formula (KVpop, appendix E) in ways of their own. A
 piece is matched by its shape and by hints in its name. All readings that fit are listed, and callers serve a
-checkpoint only where there is one. Errors are ConfigErrors.
+checkpoint only where there is one.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
