@@ -237,6 +237,7 @@ class Corpus:
     def _trained(self, slots: int, tokens: list[int]) -> list[Layer]:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
         training = replace(Training(), steps=self.steps)
+        # as many as one epoch takes
         training = replace(training, conversations=self.steps * training.batch)
         chunk = chunk_tokens(None, len(tokens), slots, positions_of(self.model.config))
         with tempfile.TemporaryDirectory() as folder:
@@ -246,6 +247,7 @@ class Corpus:
             make_conversations(path, self.place, tokens, many, sampler, longest=chunk, seed=seed)
             first = self.place.around(tokens)[:slots]
             cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, first)]).to(self.device)
+            # so rarely that the run ends without a checkpoint
             conversations, rarely = read_conversations(path), {"save_every": 10**9, "quiet": True}
             CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, **rarely).run()
         with torch.no_grad():
@@ -266,6 +268,7 @@ class Corpus:
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
             choice_logps = self.logp_after(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
             pairs = zip(choice_logps, choices, strict=True)
+            # per token, since choices have different lengths
             scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
             right = question.right
             record = {"kind": question.kind, "right": float(scores.index(max(scores)) == right)}
@@ -273,6 +276,7 @@ class Corpus:
                 record["exact"] = float(choice_logps[right].argmax(-1).tolist() == choices[right])
             yield record
         lost, count = 0.0, sum(map(len, exam.answers))
+        # summed here, and divided by the tokens of all answers
         for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
             (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
             lost += float((logp.exp() * (logp - compressed_logp)).sum())
@@ -361,6 +365,7 @@ def summarise(records: list[dict], against: str) -> list[dict]:
             line["first s"] = build + first
         else:
             line |= {"build s": build, "first s": first}
+            # the full context has no slots and is the first group, so that its line is there already
             full_seconds = next(one["first s"] for one in table if one["method"] == FULL)
             if method != NOTHING and first < full_seconds:
                 line["pays"] = math.ceil(build / (full_seconds - first))

@@ -204,6 +204,7 @@ def settings_of(
         prompt: tokens of a request's prompt, None if all are.
         written: tokens that ``--share`` is about, None for a row's.
     """
+    # recall of text needs a query after B that is not the last, see recall_of()
     settings, copies = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
         for (budget, derivation), equal in itertools.product(
