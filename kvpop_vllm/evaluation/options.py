@@ -205,12 +205,12 @@ def settings_of(
         written: tokens that ``--share`` is about, None for a row's.
     """
     # recall of text needs a query after B that is not the last, see recall_of()
-    settings, copies = [], 1 if shapes is None else 2
+    settings, after_budget = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
         for (budget, derivation), equal in itertools.product(
             budgets(options, written or length), options.equal or EQUAL
         ):
-            if budget > length - copies:
+            if budget > length - after_budget:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
                 )
