@@ -108,6 +108,7 @@ class DeviceRows:
             inside, block = self._fill_prefixes(newest, block_table[:rows], block)
         real = (slot_mapping[:rows] >= 0) & (block != NULL_BLOCK)
         positions.copy_(torch.where(real, newest, PADDING))
+        # below 0 in rows of padding, which then have no blocks
         since = positions - prefixes if self.protects else positions
         in_use = self._columns[:width] < self._blocks(since).unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(in_use, tails, NULL_BLOCK))
@@ -133,6 +134,7 @@ class DeviceRows:
         width = min(self.prefix_table.shape[1], table.shape[1])
         self.prefix_table[: len(table), :width].copy_(table[:, :width])
         inside, columns = newest < self.numbers["prefix"][: len(table)], newest // self.layout.block_slots
+        # rows of padding have position -1
         prefix_blocks = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
         return inside, torch.where(inside, prefix_blocks, block)
 
@@ -159,6 +161,7 @@ class DeviceRows:
             for budget, many in counts.items()
         ]
         heads = sum(counts.values())
+        # all heads share the regions of a block, so that only the sum is rounded up
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
         return torch.where(tokens < 0, 0, blocks)
 

@@ -37,6 +37,7 @@ class SharesByVotes(EqualHeads):
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
         divided = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
+        # heads of other requests have stored nothing, and their values are replaced below
         stored, _ = load_page_table(self.pages, rows, self.compression, 1)
         budgets = torch.where(divided, stored, self.budget)
         width = max(self.blocks, layout.blocks(largest := int(budgets.max()), largest))  # equal heads: all that is held
@@ -71,7 +72,7 @@ def load_page_table(
         width: P; by default that of the head with the most pages.
     """
     column, word = _place(pages.layout, compression)
-    words = pages.state[:, 0][rows[:, :, column].long(), word]
+    words = pages.state[:, 0][rows[:, :, column].long(), word]  # regions of all heads are the same memory
     limit = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
     return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, limit).int(), width)
 
