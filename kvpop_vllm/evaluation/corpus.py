@@ -211,19 +211,21 @@ class Corpus:
             equal = torch.full((self.backend.shape.num_layers, self.backend.shape.num_kv_heads), slots)
             layers, position = layers_of(self.model, self.place, exam.tokens, slots, equal, options)
         else:
-            tokens = self.place.around(exam.tokens)
-            held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
-            # only the policy's prefill counts, not the selection for the comparison
-            seconds = finish_time(self.device) - began  # its own cache has the tokens that are held
-            if made_layers[0][0].shape[1]:
-                layers = [
-                    _made_and_last(*layer, made_layer, slots)
-                    for layer, made_layer in zip(exam.full, made_layers, strict=True)
-                ]
-            else:
-                layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
-            return Cache(layers, len(tokens), seconds)
+            return self._of_policy(method.removeprefix(POLICY), slots, exam)
         return Cache(layers, position, finish_time(self.device) - began)
+
+    def _of_policy(self, policy: str, slots: int, exam: Examination) -> Cache:
+        """Return what a policy makes of a document that is its prompt, as :meth:`make` does."""
+        began, tokens = finish_time(self.device), self.place.around(exam.tokens)
+        held_tokens, made_layers = self._held(policy, slots, tokens)
+        # only the policy's prefill counts, not the selection for the comparison
+        seconds = finish_time(self.device) - began  # its own cache has the tokens that are held
+        if made_layers[0][0].shape[1]:
+            pairs = zip(exam.full, made_layers, strict=True)
+            layers = [_made_and_last(*layer, made_layer, slots) for layer, made_layer in pairs]
+        else:
+            layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
+        return Cache(layers, len(tokens), seconds)
 
     def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
@@ -360,17 +362,27 @@ def summarise(records: list[dict], against: str) -> list[dict]:
             if other:
                 reference = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
                 line |= estimate("kl ratio", lost, reference, units=units)
-        build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
-        if method == FULL:
-            line["first s"] = build + first
-        else:
-            line |= {"build s": build, "first s": first}
-            # the full context has no slots and is the first group, so that its line is there already
-            full_seconds = next(one["first s"] for one in table if one["method"] == FULL)
-            if method != NOTHING and first < full_seconds:
-                line["pays"] = math.ceil(build / (full_seconds - first))
-        table.append(line)
+        table.append(line | _seconds(method, opened, table))
     return table
+
+
+def _seconds(method: str, opened: list[dict], table: list[dict]) -> dict:
+    """Return the times of a method, and after how many questions it pays, by its records of open questions.
+
+    Args:
+        method: the method.
+        opened: its record of each document.
+        table: the lines that are ready, that of the full context among them.
+    """
+    build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
+    if method == FULL:
+        return {"first s": build + first}
+    times = {"build s": build, "first s": first}
+    # the full context has no slots and is the first group, so that its line is there already
+    full_seconds = next(line["first s"] for line in table if line["method"] == FULL)
+    if method != NOTHING and first < full_seconds:
+        times["pays"] = math.ceil(build / (full_seconds - first))
+    return times
 
 
 COLUMNS = (
