@@ -60,6 +60,7 @@ def protected(text: str) -> bool | int:
     try:
         return protection(text)
     except ConfigError as error:
+        # options of kvpop lack the prefix of vLLM's flags
         raise argparse.ArgumentTypeError(str(error).replace("--kv-", "--")) from None
 
 
@@ -73,6 +74,7 @@ def memory(text: str) -> int:
         argparse.ArgumentTypeError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?|)B?", text.strip())
+    # exact, where a float would round large sizes
     count = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
     if count < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 536870912, 512MiB or 40GB")

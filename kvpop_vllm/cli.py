@@ -64,6 +64,7 @@ def import_published(options: argparse.Namespace) -> None:
     from kvpop_vllm.scorers.published import check_served, import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
+    # downloaded once, for all that reads it below
     options.source = str(local_folder(options.source, files=(*FILES, *PICKLES)))
     check_served(options.source)
     if pickle := published_cartridge(options.source):
@@ -121,6 +122,7 @@ def plan(options: argparse.Namespace) -> None:
     use, names, remedy = (
         ("serving", SERVING_PLAN, "leave --train out") if options.train else ("training", TRAINING_PLAN, "give --train")
     )
+    # an option that is not at its default was given
     if unused := [name for name, default in names.items() if getattr(options, name) != default]:
         raise ConfigError(f"--{unused[0].replace('_', '-')} is about {use}: leave it out, or {remedy}")
     if options.train:
@@ -273,10 +275,8 @@ def add_plan(commands: Commands) -> None:
         ("pipeline-parallel-size", "R", 1, "stages; all numbers are then those of the one with the most layers"),
     ):
         command.add_argument(f"--{name}", type=positive, metavar=metavar, default=default, help=text)
-    dtypes, states = (
-        sorted({*DTYPES["cpu"], *DTYPES["cuda"]}),
-        "of recurrent states (default: the config's, or the model's)",
-    )
+    dtypes = sorted({*DTYPES["cpu"], *DTYPES["cuda"]})
+    states = "of recurrent states (default: the config's, or the model's)"
     command.add_argument("--mamba-ssm-cache-dtype", choices=dtypes, help=states)
     cached = "count the states that a prefix cache keeps (default: where a policy protects prompts; not in stock vLLM)"
     command.add_argument("--enable-prefix-caching", action=argparse.BooleanOptionalAction, help=cached)
@@ -334,8 +334,10 @@ def _reader_has_gone() -> bool:
     except (AttributeError, ValueError):  # there is none, or it is not a file
         return False
     stdout = select.poll()
+    # 0 asks for no events, so that errors alone are reported
     stdout.register(file, 0)
     if gone := any(event & select.POLLERR for _, event in stdout.poll(0)):
+        # what Python flushes at its exit must not fail once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), file)
     return gone
 
@@ -348,6 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
+        # options of vLLM, which the parser below does not know
         if arguments[:1] == ["serve"]:
             serve(arguments[1:])
         if arguments[:1] == ["doctor"] and not {"-h", "--help"} & set(arguments):
@@ -358,6 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             torch.set_num_threads(options.threads)
         options.run(options)
+        # here, so that a pipe that has closed is an error inside of this try
         if sys.stdout is not None:
             sys.stdout.flush()
     except (ValueError, OSError, TrainingError) as error:  # ConfigError and DemoModelError are ValueErrors

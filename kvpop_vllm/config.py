@@ -155,6 +155,7 @@ def _checked(setting: Setting, value: object) -> object:
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
     bounded = setting.minimum is not None
+    # NaN and infinity are floats too, and are refused
     if setting.kind is float and not (
         number and abs(value) <= sys.float_info.max and (not bounded or value >= setting.minimum)
     ):
@@ -171,6 +172,7 @@ def _named(flag: str, value: object) -> dict[str, str]:
     """Return values by name, from a mapping or from texts NAME=VALUE."""
     pairs = list(value.items()) if isinstance(value, Mapping) else value
     if isinstance(pairs, Sequence) and not isinstance(pairs, str) and not isinstance(value, Mapping):
+        # the first "=" ends the name, since a folder may have more
         pairs = [tuple(str(entry).partition("=")[::2]) for entry in pairs]
     if not isinstance(pairs, list) or not all(isinstance(n, str) and isinstance(v, str) and n and v for n, v in pairs):
         raise ConfigError(f"{flag} takes one or more NAME=DIR, got {value!r}")
@@ -337,6 +339,7 @@ def _remedy(settings: PolicySettings, max_model_len: int, smallest: int, keeps_a
         lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
         return " or ".join([f"raise --max-model-len to at least {smallest}", *lower])
     if settings.compression is not None:
+        # rounded down, so that the advice is enough
         return f"lower --kv-compression to at most {1000 * max_model_len // smallest / 1000}"
     return f"{'raise' if settings.budget else 'set'} --kv-budget to at least {smallest}"
 

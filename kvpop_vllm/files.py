@@ -31,14 +31,17 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     # in the same folder, so that os.replace() stays on one file system
     draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # of a killed process that had the same number
     remove(draft)
     try:
         with naming(path):
             yield draft
+            # on the disk before it is renamed, since a crash must not leave an empty file under the final name
             to_disk(draft)
         if draft.is_dir():  # which only an empty folder makes way for
             remove(path)
         os.replace(draft, path)
+    # interrupts of the user too
     except BaseException:
         remove(draft)
         raise
@@ -62,13 +65,13 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def whole_lines(path: Path) -> list[str]:
-    """Return the lines of a file with their ends, without a last one that was cut off. None if there is no file."""
+    """Return the lines of a file with their ends, without a last one that was cut off, and none if there is no file."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def json_lines(path: Path, *keys: str) -> list[dict]:
-    """Return the objects of a JSONL file, without a last line that was cut off. None if there is no file.
+    """Return the objects of a JSONL file, without a last line that was cut off, and none if there is no file.
 
     Args:
         path: the file.
@@ -76,6 +79,7 @@ def json_lines(path: Path, *keys: str) -> list[dict]:
     """
     try:
         lines = list(map(json.loads, whole_lines(path)))
+    # deeply nested JSON raises RecursionError
     except (ValueError, RecursionError):
         lines = [None]
     if not all(isinstance(line, dict) and {*keys} <= line.keys() for line in lines):
@@ -106,6 +110,7 @@ def read_json(path: str | Path, advice: str) -> object:
     """
     try:
         with open(path, "rb") as file:
+            # one byte more than allowed shows that there are more
             content = file.read(MAX_JSON_BYTES + 1)
         if len(content) > MAX_JSON_BYTES:
             raise ValueError(f"more than {MAX_JSON_BYTES} bytes")
@@ -153,6 +158,7 @@ def to_disk(path: Path) -> None:
 
 
 def _sync(path: Path) -> None:
+    # a folder can be opened for reading only, which is enough for fsync
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

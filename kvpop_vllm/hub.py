@@ -44,6 +44,7 @@ def local_folder(
             snapshot_download(match["repo"], revision=revision, cache_dir=cache_dir, allow_patterns=list(files))
         )
     except Exception as error:  # a proxy's errors are of the HTTP client
+        # before huggingface_hub 1.0, LocalEntryNotFoundError is an HfHubHTTPError too
         answered = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
         why = (
             "the hub has none of this name and revision, or asks for a login"

@@ -42,6 +42,7 @@ def parts_of(kind: str, size: int, queries: torch.Tensor, keys: torch.Tensor) ->
     columns = torch.arange(keys.shape[1], device=keys.device)
     for begin in range(0, length, QUERIES):
         now = slice(begin, begin + QUERIES)
+        # keys that the first query of the part may see, up to its last query
         near = slice(max(0, before + begin - size + 1), before + begin + QUERIES)
         q, t = queries[:, now].unsqueeze(2), keys[:, near].unsqueeze(1)
         inside = q - t < size if kind == SLIDING else q // size == t // size
@@ -82,6 +83,7 @@ def attend_parts(
 def _attend_with_sinks(q, k, v, mask: torch.Tensor, scale: float, sink_logits: torch.Tensor) -> torch.Tensor:
     """Return the attention of a part, with the sinks in the softmax. Arguments as of :class:`Part`."""
     rows, heads = k.shape[:2]
+    # rows and KV heads become one axis, and each group of query heads lies together: [R * H, G, L, D]
     by_head = q.unflatten(1, (heads, -1)).flatten(0, 1)
     visible = mask.expand(rows, heads, -1, -1).flatten(0, 1)
     sinks = sink_logits.detach().view(heads, -1).repeat(rows, 1)

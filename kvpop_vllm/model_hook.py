@@ -108,13 +108,16 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
+    # the same order of channels in both leaves their products as they are
     if module.config.model_type in PAIRED:
         query, key = (torch.cat([x[..., 0::2], x[..., 1::2]], -1) for x in (query, key))
     if share := getattr(module, "borrowed", 0.0):
         by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
+        # again after RoPE, which turns another channel into it
         query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
         if hasattr(attend, "see_channel"):
             attend.see_channel(index, module.channel)
+        # else the block would hold a pass's activations until the next one
         del module.channel
     if size is None:
         out = attend(index, query, key, value, scale, **more)
@@ -122,6 +125,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         out = attend.local(index, query, key, value, scale, kind, size, **more)
     else:
         out = local_attention(query, key, value, scale, kind, size, **more)
+    # transformers takes [B, S, Hq, D]
     return out.transpose(1, 2), None
 
 
@@ -167,6 +171,7 @@ def _check_window(module: torch.nn.Module, kind: str, size: int | None, window: 
     Raises:
         ConfigError: it is another one.
     """
+    # a window that holds the longest text hides nothing
     full = kind == FULL and window is not None and window >= tokens
     if window is not None and not full and (kind != SLIDING or window != size):
         raise ConfigError(
@@ -264,7 +269,9 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0, kinds: tuple[str,
             " choose another model"
         )
     for block in full_blocks(decoder, kinds):
+        # after QK-norm where the model has one
         queries = getattr(block, "q_norm", block.q_proj)
+        # one hook for any number of calls, which reads the latest share
         if not hasattr(block, "borrowed"):
             queries.register_forward_hook(functools.partial(_take_channel, block))
         block.borrowed = share
@@ -324,6 +331,7 @@ class Dense:
         if sink_logits is not None:  # a window of all tokens
             return local_attention(q, k, v, scale, SLIDING, k.shape[2], sink_logits)
         new, past = q.shape[2], k.shape[2] - q.shape[2]
+        # is_causal aligns the first query with the first key, so that fewer queries than keys need a mask
         mask = {"is_causal": True}
         if past:
             mask = {"attn_mask": torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)}
@@ -398,6 +406,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16, logits: 
             attn_implementation=NAME,
             local_files_only=True,
             output_loading_info=True,
+            # check_loaded() names them in its error
             ignore_mismatched_sizes=True,
             trust_remote_code=False,
             **published,

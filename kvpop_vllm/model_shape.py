@@ -126,6 +126,7 @@ class ModelShape:
         """
         if not self.layers:
             return list(bounds)
+        # as many layers of the policy as come before a layer of the model
         return [tuple(bisect_left(self.layers, layer) for layer in stage) for stage in bounds]
 
     @classmethod
@@ -284,6 +285,7 @@ def shape_of(config: Mapping | Any, source: str | Path, tokens: int | None = Non
             mixed = _layers(text, count, positions_of(text) if tokens is None else tokens)
         sizes = _sizes_of_layers(text, mixed.get("layers"), source, tokens)
     except TypeError:
+        # a size of another type fails in arithmetic above
         raise ConfigError(f"{source} is not a model's config: {ADVICE}") from None
     except RuntimeError as error:  # transformers' refusal to return what layers differ in
         raise ConfigError(f"{source}: {OTHER_SHAPES} ({str(error).split('.')[0]}): {ADVICE}") from None
@@ -384,6 +386,7 @@ def rope_of(config: Any, tokens: int | None = None) -> dict | None:
     keys = text.to_dict() if hasattr(text, "to_dict") else dict(vars(text))
     length = positions_of(text) if tokens is None else tokens
     if layers := _layers(text, size(text, "num_layers"), length).get("layers"):
+        # layers of other kinds may rotate in other ways
         by_kind, rotated = keys.get("rope_parameters"), keys.get("no_rope_layers")
         if isinstance(by_kind, Mapping) and isinstance(by_kind.get(FULL), Mapping):
             keys["rope_parameters"] = by_kind[FULL]
@@ -450,5 +453,6 @@ def gives_up_channel(config: Mapping) -> bool:
     The channel is the last one of each KV head's first query head. Models trained by this package and models
     in the layout of the authors of DMS are recognised.
     """
+    # with projections of its own, the model's queries stay whole
     published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
     return bool(config.get(BORROWED, False)) or published

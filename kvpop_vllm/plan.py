@@ -94,6 +94,7 @@ def compute(options) -> Result:
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
     pool, requests, pools, unused = model.pool(), {}, {}, []
+    # default budgets are rounded up
     for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
         # a policy that cannot use a budget gets a note, and the others their rows
         for cls in classes:
@@ -188,10 +189,8 @@ class Planned:
 
     def pool(self) -> Pool:
         """Return the pool of an engine with any policy."""
-        default, stock_size = (
-            16 if self.stock else BLOCK_SLOTS,
-            self.options.block_size or self.options.dense_block_size,
-        )
+        default = 16 if self.stock else BLOCK_SLOTS
+        stock_size = self.options.block_size or self.options.dense_block_size
         unit = self.layout(BLOCK_SLOTS).slot_bytes * self.heads
         return self._pool(BlockSizes.of(unit, self.options.block_size or default, self.stock, stock_size))
 
@@ -201,6 +200,7 @@ class Planned:
         if policy is None:
             return PageLayout(*sizes)
         drafts = self.options.drafts
+        # queries are staged with drafts alone
         return PageLayout(*sizes, policy.state_floats, drafts, policy.draft_query_bytes(self.dtype) if drafts else 0)
 
     def _pool(self, sizes: BlockSizes) -> Pool:
@@ -238,6 +238,7 @@ def other_layers(text: Any, shape: ModelShape, dtype: torch.dtype, options: Any)
             heads, size = attention_sizes(text, layers)
             token_bytes = 2 * max(1, heads // ranks) * size * dtype.itemsize
             stock.append(StockLayers(kind, layers, token_bytes, tokens, kind == CHUNKED))
+    # the state of a recurrent layer has a dtype of its own
     named = options.mamba_ssm_cache_dtype and getattr(torch, options.mamba_ssm_cache_dtype)
     if recurrent := recurrent_layers(text, shape.model_layers):
         stock.append(StockLayers("recurrent state", recurrent, state_bytes=state_bytes(text, dtype, ranks, named)))
@@ -327,6 +328,7 @@ def _large_blocks(
     """
     lines, alike = [], {}
     for (name, budget), request in requests.items():
+        # policies that hold the same share a line
         alike.setdefault((budget, request, pools[name, budget]), []).append(name)
     for (budget, request, pool), names in alike.items():
         slots, stock = pool.sizes.slots, pool.stock_blocks(length)
@@ -388,6 +390,7 @@ def _bytes_of_rank(pool: Pool, model: Planned, policy: Policy, prompt: int | Non
     ]
     # vLLM allocates as many blocks on every rank
     blocks = max(rank.blocks for rank in by_rank)
+    # weighted by layers, since a block has a page in each
     needed = sum(rank.blocks * size for rank, size in zip(by_rank, sizes, strict=True))
     largest = pool.request(max(rank.canonical for rank in by_rank), blocks, model.length)
     return largest, 1 - needed / (blocks * sum(sizes)) if len(shards) > 1 else None
@@ -427,6 +430,7 @@ def _check_served(folder: str, shape: ModelShape, config: Any) -> None:
         "encoder-decoder": getattr(config, "is_encoder_decoder", False),
         "sliding-window": getattr(config, "rswa_window", None),
     }
+    # an engine serves the recurrent layers of these families
     if recurrence(text) is not None:
         features["recurrent"] = False
     reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
@@ -446,6 +450,7 @@ def _policy(cls: type[Policy], budget: int, model: Planned, options, scorer: Sco
         cls.name,
         budget,
         scorer=folder,
+        # a folder of shares is for every policy, and statistics are for those that need them
         calibration=options.calibration if cls.calibrated or has_shares(options.calibration) else None,
         correction=options.correction,
         allocator=options.allocator,
@@ -479,6 +484,7 @@ def _caches_prefixes(policy: Policy, model: Planned) -> bool:
     """Return whether an engine with a policy caches prefixes: as the options say, else where it protects prompts."""
     if (chosen := model.options.enable_prefix_caching) is not None:
         return chosen
+    # a policy that compresses holds its prompt in the prefix
     return policy.compresses or protected_tokens(policy.protect, model.length) > 0
 
 

@@ -24,6 +24,7 @@ def progress(total: float, label: str) -> Iterator[Callable[[float], object]]:
         A function to call with the amount that was done since.
     """
     shown = "{desc}: {percentage:3.0f}%, {elapsed} so far, {remaining} left"
+    # given, since tqdm would raise it by itself, and a line may come with any update
     options = {"miniters": 0, "mininterval": SECONDS, "file": _Lines(), "bar_format": shown}
     if sys.stderr.isatty():
         options = {"bar_format": shown.replace("%,", "%|{bar}|")}
@@ -35,6 +36,7 @@ class _Lines:
     """Output of tqdm as lines on stderr."""
 
     def write(self, text: str) -> None:
+        # tqdm begins each of its lines with a carriage return
         if text := text.strip("\r\n "):
             print(text, file=sys.stderr)
 

@@ -38,8 +38,10 @@ def _elements(text: Any, ranks: int) -> tuple[int, int]:
     """Return the numbers of elements of the convolution's and the recurrent state, on one rank."""
     if hasattr(text, "linear_num_value_heads"):  # gated delta nets
         keys = text.linear_key_head_dim * text.linear_num_key_heads
+        # queries and keys, and values, pass the convolution
         channels = 2 * keys + text.linear_value_head_dim * text.linear_num_value_heads
         state = text.linear_num_value_heads // ranks * text.linear_value_head_dim * text.linear_key_head_dim
+        # a convolution keeps all of its inputs but the newest
         return channels // ranks * (text.linear_conv_kernel_dim - 1), state
     if hasattr(text, "ssm_state_size"):  # Mamba2 of Nemotron-H
         heads, size, width, groups = text.mamba_num_heads, text.mamba_head_dim, text.ssm_state_size, text.n_groups

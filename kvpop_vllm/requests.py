@@ -134,6 +134,7 @@ def resolve(policy, extra_args: Mapping | None, prompt: int, placed: Sequence[Pl
         prompt: number of its own prompt tokens.
         placed: cartridges in front of them.
     """
+    # keys of vLLM and of other plugins are left alone
     options = {
         key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
     }
@@ -205,6 +206,7 @@ def _retention(policy, budget: object):
     try:
         return policy.retention_of(budget)
     except ConfigError as error:
+        # the user has given the key, and not the flag
         raise ConfigError(str(error).replace("--kv-budget", BUDGET)) from None
 
 
@@ -217,6 +219,7 @@ def _protected(policy, value: object, prompt: int) -> int:
         raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
     protect, allowed = protection(value, PROTECT), policy.max_protect
     tokens = protected_tokens(protect, prompt)
+    # a number counts in full, also where the prompt is shorter
     requested = tokens if protect is True else protect
     if allowed is not True and requested > allowed:
         if not allowed:
@@ -265,6 +268,7 @@ def _seed(policy, options: Mapping) -> int | None:
     seed = options.get(SEED)
     if seed is None:
         return None
+    # signed or not: draws take a seed modulo 2**64
     if not _integer(seed) or not -(2**63) <= seed < 2**64:
         raise ConfigError(f"{SEED} must be a whole number of 64 bits, got {seed!r}")
     if not policy.draws:

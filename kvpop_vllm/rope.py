@@ -36,6 +36,7 @@ def rope_of(config: Mapping) -> dict:
     if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
         raise ConfigError("layers of this model have rotary embeddings of their own each: choose another model")
     rope = {name: value for name, value in parameters.items() if value is not None}
+    # older configs say type
     older = rope.pop("type", "default")
     rope.setdefault("rope_type", older)
     theta = rope.get("rope_theta", config.get("rope_theta"))
@@ -48,6 +49,7 @@ def rope_of(config: Mapping) -> dict:
         rope[UNROTATED] = unrotated
     rope |= {name: config[name] for name in SCALED_BY_POSITION if config.get(name)}
     if rope["rope_type"] in ("llama3", "yarn") and config.get("max_position_embeddings"):
+        # as transformers does where a config leaves it out
         rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     # 10000 and 10000.0 in config.json are the same rotation
     return {name: float(value) if type(value) is int else value for name, value in sorted(rope.items())}
@@ -116,6 +118,7 @@ def inverse_frequencies(rope: Mapping, head_dim: int) -> torch.Tensor:
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+    # a config of one head, since the functions take sizes from it
     config = PretrainedConfig(head_dim=head_dim, hidden_size=head_dim, num_attention_heads=1)
     config.max_position_embeddings = int(rope.get("original_max_position_embeddings", 2048))
     config.rope_parameters = dict(rope)

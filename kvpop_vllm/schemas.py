@@ -21,6 +21,7 @@ NAME: Rule = (lambda value: isinstance(value, str) and bool(value), "a name")
 
 def integer(low: int, high: int = MAX_BUDGET) -> Rule:
     """Return the rule of integers from ``low`` to ``high``."""
+    # type(), since true and false are integers to isinstance()
     return lambda value: type(value) is int and low <= value <= high, f"an integer from {low} to {high}"
 
 
@@ -52,6 +53,7 @@ def check_same_model(made_for: Mapping, model: Mapping, source: str, remedy: str
     if "rope" in made_for:
         ours, theirs = made_for["rope"], model["rope"]
         properties += [("rotary embeddings", key, ours.get(key), theirs.get(key)) for key in sorted({*ours, *theirs})]
+    # short texts make layers with windows count as full, so that the lists differ
     if made_for.get("layers") and model.get("wide_window"):
         remedy = RAISE_LENGTH.format(model["wide_window"])
     for kind, key, ours, theirs in properties:
@@ -83,6 +85,7 @@ class Schema:
     def body(self, raw: object, source: str) -> dict:
         """Return the keys of a decoded file without its header."""
         first = {name: raw.get(name) for name in self.header} if isinstance(raw, Mapping) else {}
+        # True is 1 in Python
         if first != self.header or isinstance(first["version"], bool):
             raise ConfigError(
                 f"{source} says format {first.get('format')!r} version {first.get('version')!r}, and is not that of a {self.kind} of"

@@ -70,9 +70,11 @@ def published_base(config: Mapping[str, Any]) -> str | None:
     kind, names = config.get("model_type"), names if isinstance(names, list) else []
     if isinstance(section, Mapping) and section.get("format") == "kvpop-scorer":
         return None
+    # KVpop, kv_pop and kv-pop are one word
     words = [re.sub(r"[^a-z0-9]", "", name.lower()) for name in (kind, *names) if isinstance(name, str)]
     if not any("kvpop" in word for word in words):
         return None
+    # what is left of a name is the base
     bases = [re.sub(r"kvpop|forcausallm|lmheadmodel|model", "", word) for word in words]
     return " or ".join(dict.fromkeys(base for base in bases if base))
 
@@ -88,6 +90,7 @@ def base_keys(config: Mapping[str, Any], base: str) -> dict[str, Any]:
         "torch_dtype",
         "quantization_config",
     }
+    # nothing that names code may pass
     keys -= {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path"}
     return {name: value for name, value in config.items() if name in keys}
 
@@ -179,6 +182,7 @@ def recurrent_layers(text: Any, layers: int) -> tuple[int, ...]:
 
 def sliding_window(text: Any) -> int | None:
     """Return the tokens that a query in a model's sliding-window layers attends to, None if the config says none."""
+    # Qwen's configs may name a window that they do not use
     return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 

@@ -65,7 +65,9 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) ->
         OSError: the file cannot be written.
     """
     try:
+        # as transformers writes it, older versions of which look for it
         save_file(tensors, path, metadata={"format": "pt"})
+    # callers handle a full disk as an OSError
     except SafetensorError as error:
         raise OSError(f"{path} cannot be written: {error}") from None
     shutil.copymode(mode_of, path)

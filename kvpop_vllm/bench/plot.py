@@ -45,12 +45,14 @@ def bench_plot(options) -> None:
         ConfigError: there are no measurements or answers, or matplotlib is not installed.
     """
     try:
+        # not pyplot, which chooses a display and keeps figures
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("kvpop bench plot needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
     results = Path(options.results)
     path, out = results / DECODE, Path(options.out or options.results)
     measurement, rows = newest(path, options.commit, options.machine)
+    # stock vLLM in its default, compiled mode alone
     rows = [row for row in rows if row["mode"] == "compiled" or row["configuration"] != "dense"]
     if not any(row["configuration"] == "dense" for row in rows):
         selected = f"measurement of commit {measurement['commit']}"
@@ -105,10 +107,12 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
     for row in rows:
         if (row["mode"], row["requests"], row["budget"]) == ("compiled", requests, budget):
             reach = row["step_ms"], row["least step_ms"], row["largest step_ms"]
+            # a configuration may name its scorer after a comma, as in "kvpop, smollm2-135m-kvpop"
             steps.setdefault(row["configuration"].partition(",")[0], {})[row["context"]] = reach
     for axis, curves in ((left, steps), (right, answers)):
         for name in (name for name in CURVES if name in curves):
             color, style, marker = CURVES[name]
+            # dense has one point, at compression 1, which is drawn as a line across
             if axis is right and name == "dense":
                 axis.axhline(curves[name][1][0], color=color, linestyle=style, linewidth=2)
                 continue
@@ -118,6 +122,7 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
             axis.vlines(x, low, high, color=color, alpha=0.5, linewidth=2)
         axis.spines[["top", "right"]].set_visible(False)
         axis.tick_params(labelsize=12)
+    # from 0, since a cut axis would enlarge differences
     left.set_ylim(bottom=0)
     left.xaxis.set_major_formatter("{x:,.0f}")
     left.set_title(f"Cost stays flat\n{requests:.0f} requests, B = {budget:,.0f}", fontsize=13)
@@ -127,6 +132,7 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
     right.set_title("Answers stay right\nshare of problems solved", fontsize=13)
     right.set_xlabel("times fewer tokens in the cache", fontsize=13)
     right.set_xticks(sorted({c for name in CURVES for c in answers.get(name, ())} - {1}))
+    # by label, so that a curve of both panels has one entry
     entries = {line.get_label(): line for axis in (left, right) for line in axis.get_lines()}
     labels = [name for name in CURVES if name in entries]
     drawing.legend([entries[label] for label in labels], labels, loc="outside lower center", ncols=3, fontsize=12)
@@ -187,6 +193,7 @@ def newest(path: Path, commit: str | None = None, machine: str | None = None) ->
         raise ConfigError(f"{path} holds no rows of {' and '.join(filters)}: ask for others")
     measurement = {name: fitting[-1][name] for name in MEASUREMENT}
     groups: dict[tuple, list[dict]] = {}
+    # line 1 is the header
     for line, row in enumerate(rows, start=2):
         if {name: row[name] for name in MEASUREMENT} == measurement:
             numbers = {name: _number(row[name], f"{path}, line {line}, {name}") for name in VALUES}
@@ -222,9 +229,11 @@ def _rows(path: Path, columns: set[str], advice: str) -> list[tuple[int, dict]]:
 def _number(text: str | None, place: str, minimum: float | None = None) -> float:
     """Return a number above 0, or at least ``minimum`` where that is given."""
     try:
+        # an empty cell is None or "", and "nothing" is refused as any other word is
         value = float(text or "nothing")
     except ValueError:
         value = math.nan
+    # NaN fails every comparison
     if not (0 < value < math.inf if minimum is None else minimum <= value < math.inf):
         bound = "above 0" if minimum is None else f"of at least {minimum}"
         raise ConfigError(f"{place}: {text!r} is not a number {bound}")

@@ -65,6 +65,7 @@ def kept_tokens(
         protected: p, tokens of the protected prefix.
     """
     protected = min(protected, length)
+    # sinks of a request with a prefix lie in it
     sinks = retention.sinks - retention.behind(protected).sinks
     counts: Counter[int] = Counter()
     for budget, many in (shares.counts if shares else {retention.budget: heads}).items():
@@ -96,6 +97,7 @@ def request_blocks(
         if tokens <= -compression.queries:
             return prefix
         prefix, after = cdiv(slots.prefix, size), compression.after(slots)
+        # a prompt that fits the budget is not divided
         if compression.adaptive_head_budgets and tokens >= 0 and slots.prefix > slots.budget:
             return prefix + state + divided_blocks(heads, slots.budget, size)
         prefix, tail = prefix + cdiv(after.made_slots, size), after.budget

@@ -18,6 +18,7 @@ def send(values: Sequence | torch.Tensor, device: torch.device, dtype: torch.dty
     if device.type == "cpu":
         return tensor
     if device.type == "cuda":
+        # from pageable memory a copy would wait
         tensor = tensor.pin_memory()
     return torch.empty(tensor.shape, dtype=dtype, device=device).copy_(tensor, non_blocking=True)
 
@@ -98,4 +99,5 @@ class Chunks:
         columns = {name: None if (x := getattr(self, name)) is None else x[one] for name in names}
         columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
+        # what is memoised is of all chunks
         return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})

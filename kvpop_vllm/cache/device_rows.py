@@ -147,6 +147,7 @@ class DeviceRows:
             self.tokens[:rows].copy_(tokens)
             drafts = self.drafts[:rows].copy_(torch.where(positions < 0, -1, drafts))
             ends = positions + drafts.clamp_min(0)
+        # below 0 in rows of padding, which then have no blocks
         since = ends - prefixes if self.protects else ends
         blocks = self._blocks(since)
         if self.compression is not None:
@@ -180,6 +181,7 @@ class DeviceRows:
         self.prefix_table[: len(table), :width].copy_(prefix_blocks[:, :width])
         positions = starts.unsqueeze(1) + self._steps
         inside = positions < self.numbers["prefix"][: len(table)].unsqueeze(1)
+        # rows of padding have position -1
         columns = (positions // self.layout.block_slots).clamp(0, table.shape[1] - 1).long()
         return inside, table.gather(1, columns)
 
@@ -224,6 +226,7 @@ class DeviceRows:
             for budget, many in counts.items()
         ]
         heads = sum(counts.values())
+        # all heads share the regions of a block, so that only the sum is rounded up
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
         return torch.where(tokens < 0, 0, blocks)
 

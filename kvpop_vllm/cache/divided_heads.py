@@ -42,6 +42,7 @@ class SharesByVotes(EqualHeads):
             shares = torch.full(rows.shape[:2], self.budget, dtype=torch.int32, device=budgets.device)
             return shares, rows[..., : self.blocks].int()
         divided = torch.as_tensor(compressed, device=device).unsqueeze(1)
+        # heads of other requests have stored nothing, and their values are replaced below
         stored, _ = load_page_table(self.pages, rows, self.compression, 1)
         shares = torch.where(divided, stored, self.budget)
         largest = int(shares.max()) if on_host else layout.num_kv_heads * self.budget
@@ -77,7 +78,7 @@ def load_page_table(
         width: P; by default that of the head with the most pages.
     """
     column, word = _place(pages.layout, compression)
-    words = pages.state[:, 0][rows[:, :, column].long(), word]
+    words = pages.state[:, 0][rows[:, :, column].long(), word]  # regions of all heads are the same memory
     limit = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
     return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, limit).int(), width)
 

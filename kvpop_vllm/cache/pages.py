@@ -187,6 +187,7 @@ class Pages:
         n, d = layout.block_slots, layout.head_size
         typed, words, ints = raw.view(layout.dtype), raw.view(torch.float32), raw.view(torch.int32)
         shape = (raw.shape[0], layout.num_kv_heads, n, d)
+        # in words, after the keys and values of all slots
         scores = 2 * n * d * layout.dtype.itemsize // 4
         self.layout, self.raw = layout, raw
         self.k = typed[..., : n * d].unflatten(-1, (n, d))
@@ -328,4 +329,5 @@ class Prefix:
         """Return the part ``[H, end - begin, ..]`` of an array of the pages that belongs to tokens ``[begin, end)``."""
         n = self.pages.layout.block_slots
         blocks = self.table[r, begin // n : cdiv(end, n)].long()
+        # the first block may begin before the first of these tokens
         return array[blocks].transpose(0, 1).flatten(1, 2)[:, begin % n : begin % n + end - begin]

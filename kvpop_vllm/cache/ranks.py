@@ -71,6 +71,7 @@ class Shares:
         by_pages = self._blocks[sizes]
         return by_pages[min(cdiv(length, block_slots), len(by_pages) - 1)]
 
+    # a cached property writes to __dict__, which a frozen dataclass allows
     @cached_property
     def _blocks(self) -> dict[tuple[int, int], list[int]]:
         return {}

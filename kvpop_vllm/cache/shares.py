@@ -34,6 +34,7 @@ def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
         width: pages per head in the result.
     """
     claimed = torch.arange(width, device=full.device).unsqueeze(1) < full.unsqueeze(-2)
+    # the number of a claimed page is how many are claimed before it
     return claimed.flatten(-2).cumsum(-1).view_as(claimed) - 1
 
 
@@ -148,6 +149,7 @@ class RegionShares(EqualHeads):
         self.division = None if division is None or division.one_budget else division
         self.shard, self.server = shard, self._map(shares)
         self._maps: dict[tuple[int, int], RegionMap] = {}
+        # by identity, and an entry goes with its tensor
         self._of_step = WeakIdKeyDictionary()
 
     def _map_of(self, size: tuple[int, int]) -> RegionMap:

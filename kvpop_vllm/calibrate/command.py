@@ -89,6 +89,7 @@ def add_calibrate(commands) -> None:
 
 def options_of(options) -> Options:
     """Return the options of a calibration as the command line gives them."""
+    # before the imports below, which take seconds
     if options.rows is not None and options.rows < LEAST_ROWS:
         raise ConfigError(f"--rows {options.rows} is too few for an interval: give at least {LEAST_ROWS}")
     from kvpop_vllm.calibrate.plan import Options
@@ -98,6 +99,7 @@ def options_of(options) -> Options:
     names = "length", "rows", "dtype", "scorer", "policy"
     chosen = {name: getattr(options, name) for name in names if getattr(options, name)}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
+    # descending, since the middle one is recommended
     chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
     chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     out = options.out or f"{options.scorer}/calibration"

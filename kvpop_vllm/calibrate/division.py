@@ -41,9 +41,11 @@ def divide(curves: Sequence[Curve], mean: float) -> list[float]:
         i, sizes, losses = 0, curve.sizes, curve.losses
         while i < len(sizes) - 1:
             # the steepest chord from here: the next edge of the lower hull
+            # of equal slopes the farthest size, so that an edge of the hull is one step
             slope, j = max(((losses[i] - losses[j]) / (sizes[j] - sizes[i]), j) for j in range(i + 1, len(sizes)))
             if slope <= 0:
                 break
+            # gain per slot, since every head of the curve gets the same number
             falls.append((slope / len(curve.heads), number, sizes[j] - sizes[i]))
             i = j
     heads = sum(len(curve.heads) for curve in curves)

@@ -76,6 +76,7 @@ class RowReplay:
     def note_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Note what the running layer, one with full attention, attends to, and a copy of its input for the last queries."""
         self.attended.append((q, k, v))
+        # _note() has counted the running layer
         self.numbers.append(len(self.arguments) - 1)
         self.inputs.append(self._last(self._input).clone())
 
@@ -106,6 +107,7 @@ class RowReplay:
         for number in range(first, len(self.layers)):
             function = attend if number == first or attend.everywhere else dense
             out = self.layers[number](hidden, **self.arguments[number], attend=function)
+            # layers of some models return more than hidden states
             hidden = out[0] if isinstance(out, tuple) else out
         return self.norm(hidden)
 
@@ -113,6 +115,7 @@ class RowReplay:
         """Return keys and values ``[V, H, S, D]``: those before the last queries, ``past``, and those of the last queries."""
         before = self.length - self.queries
         pairs = zip(past, (k, v), strict=True)
+        # keys before the last queries are one set for all variants
         k, v = (torch.cat([old[:, :, :before].expand(len(new), -1, -1, -1), new], 2) for old, new in pairs)
         return k, v
 
@@ -136,6 +139,7 @@ class RowReplay:
             parts = zip(variant.split(POSITIONS), self.exact.split(POSITIONS), strict=True)
             of_parts = [_divergences(self._log_probabilities(part), exact) for part, exact in parts]
             losses.append(torch.cat(of_parts).double().mean().cpu())
+        # rounding may make a divergence negative
         return torch.stack(losses).clamp_min(0)
 
 
@@ -240,7 +244,9 @@ class Shrunk(Again):
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group, outs = q.shape[1] // k.shape[1], []
+        # heads that do not shrink see the whole row
         dense = Windowed(0)(self.row, layer, self.row.length, scale)
+        # once for each size, whatever heads have it
         by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
         for head, size in self.chosen:
             out = by_size[size]

@@ -109,6 +109,7 @@ class Passes:
 
     def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
         """Return log-probabilities of a row's predictions after its prompt, and the CPU time of the pass in seconds."""
+        # CPU time, which other processes do not lengthen
         device, began = next(self.model.parameters()).device, time.process_time()
         hidden = decoder_of(self.model)(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
         seconds = time.process_time() - began

@@ -166,6 +166,7 @@ class Plan:
         if self.decides == PROBE:
             self.sizes, self.queries = [max(2, after // part) for part in SIZES], max(8, length // QUERIES)
         else:
+            # 0, since a head may do without long-range slots
             self.sizes = [0, *(max(2, after // part) for part in SIZES)]
             self.queries = after - 1 if prompt else length // EVICTING_QUERIES
         if {*self.shape.kinds} - {FULL, SLIDING, CHUNKED}:  # the state of a recurrent layer is that of a whole row
@@ -192,7 +193,9 @@ class Plan:
             raise ConfigError(
                 f"a stage of --pipeline-parallel-size {options.stages} has no layer with full attention: lower it"
             )
+        # shares of layers hold for the heads of all ranks of a stage
         ranks = options.ranks if options.unit == "head" else 1
+        # more ranks than heads hold the same ones
         return list(dict.fromkeys(shards_of(stages, heads, ranks)))
 
     @property

@@ -36,6 +36,7 @@ class Records:
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._values = folder / NAME, {}
         lines = json_lines(self.path)
+        # written again without a last line that was cut off
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in lines))
         if not lines:
             for name in RESULTS:  # of an earlier calibration
@@ -47,6 +48,7 @@ class Records:
                 f"{folder} holds measurements with other settings ({', '.join(other)}): choose another --out, or remove {self.path}"
             )
         try:
+            # lists cannot be keys of a dict
             self._values = {json.dumps(line["key"]): line["value"] for line in lines[1:]}
         except KeyError:
             raise ConfigError(f"{self.path} is damaged: remove it") from None

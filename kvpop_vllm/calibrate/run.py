@@ -123,6 +123,7 @@ def dry_run(options: Options) -> None:
     model, layer, count = _loaded(plan), plan.shape.num_layers // 2, len(plan.sizes)
     passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, {})
     stages = Stages(plan, model, {}, passes, None)
+    # not timed, because a first pass also allocates
     stages.replay(0)
     began = time.monotonic()
     row = stages.replay(0)

@@ -97,6 +97,7 @@ class Stages:
 
     def curves(self) -> list[Curve]:
         """Return what each layer loses with few slots, or each head of the layers that lose most."""
+        # the last size is that of a whole row, at which nothing is lost
         shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
         layers = self._means("layer", range(shape.num_layers))
         if not bool(layers.isfinite().all()):
@@ -128,6 +129,7 @@ class Stages:
                 row = row or self.replay(number)
                 self.records.put(key, measure(row, layer, self.attention(number), sizes))
             losses.append(self.records[key])
+            # also for what is there already, so that progress adds up
             self.tick(self.plan.layer_cost(layer, variants))
         self.tick(1)
         return losses
@@ -200,6 +202,7 @@ class Stages:
             score: its score.
             curves: layers and heads that differ.
         """
+        # one iterator for all factors, which share the number of rounds
         rounds = iter(range(ROUNDS))
         for factor in factors:
             for number in rounds:

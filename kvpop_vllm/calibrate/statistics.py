@@ -38,6 +38,7 @@ class QuerySums:
 
     def __call__(self, layer, q, k, v, scale):
         """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention; see :class:`Attend`."""
+        # back to position 0, since a row begins there
         base = turned(q.double(), -torch.arange(q.shape[2], device=q.device), rope_at(self.rope, layer))
         sums = {"mean": base.sum((0, 2)), "norm": band_norms(base, _pairs(self.rope, layer, q.shape[3])).sum((0, 2))}
         for name, added in sums.items():
@@ -63,6 +64,7 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     if rope is None:
         raise ConfigError(f"layers of this model have different rotary embeddings, or none: {ADVICE}")
     check_rope(rope, "the model's config")
+    # the sums undo the rotation that the config describes
     check_rotation(model, rope)
     sums = QuerySums(rope)
     for row in filter(len, rows):

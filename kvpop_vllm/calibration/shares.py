@@ -30,6 +30,7 @@ SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
 
 def _fractions(windows: object) -> bool:
     numbers = windows.values() if isinstance(windows, dict) else [None]
+    # type(), since true and false are integers to isinstance()
     return all(type(value) in (int, float) and 0 < value <= 1 for value in numbers)
 
 
@@ -83,6 +84,7 @@ class Calibration:
         compared = [name for name in (*SIZES, "rope") if None not in (getattr(self, name), getattr(model, name))]
         compared += [] if self.layers is None else ["layers"]
         ours, theirs = ({name: getattr(shape, name, ()) for name in compared} for shape in (self, model))
+        # for advice only: texts may be shorter than the model's windows
         theirs["wide_window"] = getattr(model, "wide_window", None)
         check_same_model(ours, theirs, f"--kv-calibration {source}", "run 'kvpop calibrate' on this model")
         if self.shares is not None:
@@ -90,6 +92,7 @@ class Calibration:
 
     def write(self, folder: Path) -> None:
         """Write the file into a folder."""
+        # a file without the key stands for all layers
         values = {name: value for name, value in asdict(self).items() if name != "layers" or value}
         write_whole(folder / NAME, json.dumps(SCHEMA.header | values) + "\n")
 
@@ -149,6 +152,7 @@ def recommended(settings: PolicySettings) -> PolicySettings:
             f"--kv-calibration {settings.calibration} is a file of shares and recommends nothing: give --kv-policy the name of a"
             " policy, or --kv-calibration the folder of 'kvpop calibrate'"
         )
+    # a size that the user sets comes before the recommended one
     sized = settings.budget is not None or settings.compression is not None
     return replace(settings, policy=calibration.policy, budget=settings.budget if sized else calibration.budget)
 

@@ -85,6 +85,7 @@ class QueryStatistics:
         check_rope(self.rope, source)
         for layer, (mean, norm) in enumerate(zip(self.mean, self.norm, strict=True)):
             pairs = len(self.frequencies(layer))
+            # a band for each pair and for each single channel: D - pairs
             shapes = {"mean": (mean, self.head_dim), "norm": (norm, self.head_dim - pairs)}
             for name, (tensor, width) in shapes.items():
                 named = f"{source}: tensor layers.{layer}.{name}"
@@ -93,6 +94,7 @@ class QueryStatistics:
                     raise ConfigError(f"{named} has shape {tuple(tensor.shape)}, expected {expected}: {ADVICE}")
                 if tensor.dtype != torch.float32 or not bool(tensor.isfinite().all()):
                     raise ConfigError(f"{named} holds values that are not finite float32 numbers: {ADVICE}")
+            # a mean is never longer than the mean length of its vectors
             if bool((band_norms(mean, pairs) > norm * (1 + SLACK) + 1e-6).any()):
                 raise ConfigError(
                     f"{source}: tensor layers.{layer}.norm is below the norm of layers.{layer}.mean, which no queries have:"
@@ -124,6 +126,7 @@ def read_statistics(folder: str | Path) -> QueryStatistics:
     with reading(tensors_path):
         tensors = load_file(tensors_path)
     layers = config["num_layers"]
+    # a wrong count ends here, before a name is made for every layer that the file claims
     if len(tensors) != 2 * layers:
         raise ConfigError(f"{tensors_path} holds {len(tensors)} tensors, not 2 for each of {layers} layers: {ADVICE}")
     names = {f"layers.{i}.{name}" for i in range(layers) for name in ("mean", "norm")}
@@ -150,5 +153,6 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     omitted = "mean", "norm", *(() if statistics.layers else ("layers",))
     config = {name: value for name, value in asdict(statistics).items() if name not in omitted}
     parts = {"mean": statistics.mean, "norm": statistics.norm}
+    # safetensors writes contiguous tensors only
     flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
     write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

@@ -63,10 +63,12 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
         b = min(a + ROWS, count)
         order = torch.arange(a, b, device=q.device).unsqueeze(1) >= torch.arange(b, device=q.device)
         hidden = ~(order & (segments[a:b].unsqueeze(1) == segments[:b]))
+        # bias and order are added in one mask, since torch takes a single one
         mask = q.new_zeros(heads, b - a, slots + b)
         if bias is not None:
             mask[:, :, :slots] = bias.to(q.dtype).unsqueeze(1)
         mask[:, :, slots:].masked_fill_(hidden, -torch.inf)
+        # a mask has one head, or that of every query head
         if heads > 1 and group > 1:
             mask = mask.repeat_interleave(group, 0)
         parts.append(

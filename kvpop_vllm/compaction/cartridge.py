@@ -193,6 +193,7 @@ def layer_at(
         Keys and values ``[H, P, D]``, and biases ``[H, P]``, 0 where there are none.
     """
     k, v, bias = layer
+    # own tokens follow the slots, at first + P
     k = turned(k.float(), first + config.slots - config.next_position, rope_at(config.rope, index))
     return k, v.float(), torch.zeros(k.shape[:2]) if bias is None else bias
 
@@ -231,6 +232,7 @@ def read_cartridge(folder: str | Path) -> Cartridge:
         headers = {name: file.get_slice(name) for name in file.keys()}
         tensors = {name: (tuple(header.get_shape()), header.get_dtype()) for name, header in headers.items()}
         names = _check_headers(config, tensors, str(path))
+        # a layer without biases has None for their name, and keeps it
         layers = [tuple(name and file.get_tensor(name) for name in layer) for layer in names]
     _check_values(layers, str(path))
     return Cartridge(config, layers, digest_of(folder, CONFIG_NAME, TENSORS_NAME))
@@ -276,6 +278,7 @@ def digest_of(folder: Path, *names: str) -> str:
     """Return the sha256 of these files in a folder, with their sizes."""
     digest = hashlib.sha256()
     for name in names:
+        # sizes too, so that bytes cannot move from one file to the next unseen
         digest.update((folder / name).stat().st_size.to_bytes(8, "little"))
         add_file(digest, folder / name)
     return digest.hexdigest()
@@ -324,6 +327,7 @@ def _weights_digest(folder: Path) -> str | None:
     digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
     for path in paths:
         with open(path, "rb") as file:
+            # a safetensors file begins with the length of its header
             size, length = path.stat().st_size, int.from_bytes(file.read(8), "little")
             # a length beyond the file is what a cut download leaves
             if length > size - 8:

@@ -219,6 +219,7 @@ def start_of(cartridge: Cartridge, model: torch.nn.Module) -> list[Layer]:
 
 def stop_tokens(model: str, tokenizer) -> set[int]:
     """Return the ids that end an answer."""
+    # a config may list several tokens that end a text
     ends = read_model_config(model).eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
     return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
@@ -282,6 +283,7 @@ class CacheTrainer(CosineLoop):
         loss = kl = 0.0
         for pack in packs(batch):
             total, entropy = losses(self.model, self.trained.layers(), pack, self.position)
+            # per token of the batch, whatever pack a token is in
             (total / count).backward()
             loss, kl = loss + float(total.detach()) / count, kl + (float(total.detach()) - entropy) / count
         return {"loss": loss, "kl": kl, "tokens": count}

@@ -112,6 +112,7 @@ def check_method(options: argparse.Namespace, default: Callable[[str], object]) 
     owners = {"attention-matching": FITTED, "cartridge": TRAINED, "still": ("compactor",)}
     for owner, names in owners.items():
         for name in names if owner != options.method else ():
+            # an option that is not at its default was given
             if getattr(options, name) != default(name):
                 flag = "--no-on-policy" if name == "on_policy" else f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is of --method {owner}: leave it out, or choose that method")

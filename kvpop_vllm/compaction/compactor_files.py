@@ -94,6 +94,7 @@ def read_compactor(folder: str | Path, model: str | Path, slots: int | None = No
         raise ConfigError(
             f"the compactor {folder} has {config.slots} slots, not {slots}: leave --slots out, or give another compactor"
         )
+    # nothing is drawn, since all tensors are assigned below
     with torch.device("meta"):
         module = config.build()
     module.load_state_dict(_tensors(tensors, module.state_dict()), assign=True)

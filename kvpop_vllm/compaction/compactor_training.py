@@ -87,6 +87,7 @@ def example_of(row: torch.Tensor, number: int, options: StillOptions) -> tuple[t
     """
     draws = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
     size = int(torch.randint(options.window // 2, options.window + 1, (), generator=draws))
+    # every window ends at the same place of its row, so that the row goes on after it
     tokens = row[options.window - size :]
     if number % 2:
         first = int(torch.randint(size - options.tokens_after + 1, (), generator=draws))
@@ -112,6 +113,7 @@ def still_losses(
     tokens, positions = tokens.to(device), torch.arange(len(tokens), device=device)
     recorder = Recorder()
     with torch.no_grad():
+        # the last token has nothing to predict
         teacher = log_probabilities(model, tokens[:-1], positions[:-1], recorder, slice(size, None))
     layers = compactor([(k[:, :size], v[:, :size]) for k, v in recorder.layers])
     student_attend = Packed(layers, [len(tokens) - 1 - size])

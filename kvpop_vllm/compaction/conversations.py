@@ -134,7 +134,9 @@ def sparse_teacher(conversation: Conversation) -> tuple[torch.Tensor, torch.Tens
     width = max(map(len, conversation.top))
     ids = torch.tensor([row + row[:1] * (width - len(row)) for row in conversation.top])
     logp = [torch.tensor(row) for row in conversation.logp]
+    # filled places have probability 0
     chances = torch.nn.utils.rnn.pad_sequence(logp, True, padding_value=-torch.inf).exp()
+    # stored log-probabilities are rounded, so that their sum may exceed 1
     return ids, chances, (1 - chances.sum(-1)).clamp_min(0)
 
 
@@ -187,6 +189,7 @@ def make_conversations(
         done: called after each round.
     """
     lines = whole_lines(path)[:count]
+    # only whole rounds are kept, unless the file is complete
     lines = lines[: len(lines) if len(lines) == count else len(lines) // ROUND * ROUND]
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(lines))
@@ -205,6 +208,7 @@ def read_conversations(path: Path) -> list[Conversation]:
 
 def _round(place: Place, tokens, numbers: range, sample: Sampler, longest: int, seed: int) -> list[Conversation]:
     """Return the conversations of these numbers, which are about one chunk."""
+    # by the round's first number, so that a continued run draws as one in one go
     draws = torch.Generator().manual_seed(seed * 1_000_003 + numbers[0])
     a, b = _chunk(len(tokens), longest, draws)
     kinds = [list(SEEDS)[number % len(SEEDS)] for number in numbers]

@@ -50,6 +50,7 @@ class Place:
             return ids[len(self.head) :]
         if getattr(self.tokenizer, "chat_template", None):
             chat = _chat(self.tokenizer, self.system, prompt)
+            # the corpus begins with special tokens already, and the chat's own would stand in the middle of the text
             special = self.tokenizer.decode(special_ids(self.tokenizer), skip_special_tokens=False)
             return self._ids(SEPARATOR + chat[len(special) * _repeats(chat, special) :])
         return self._ids(f"{SEPARATOR}{prompt}{SEPARATOR}")

@@ -40,6 +40,7 @@ def room_after(place: Place, tokens: int, positions: int | None, prompt: str) ->
         prompt: the instruction.
     """
     start = len(place.around(place.asking(prompt)))
+    # without a limit there is room for any number
     room = (positions or tokens + start + (1 << 30)) - tokens - start
     if room < LEAST:
         raise ConfigError(

@@ -102,6 +102,7 @@ class Fitting:
         # a draw for each layer and chunk, whatever the order in which they run
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + layer * 1009 + number)
         rows = torch.nonzero(self.used & ((self.about == number) | (self.about < 0))).squeeze(1)
+        # a number stands for a token and a query head of the group
         pairs = torch.randperm(len(rows) * by_head.shape[1], generator=generator)[: self.queries]
         q = by_head[:, (pairs % by_head.shape[1]).to(keys.device), rows[pairs // by_head.shape[1]].to(keys.device)]
         # one product for all heads where their slots are equal in number
@@ -119,6 +120,7 @@ class Fitting:
         """Return a chunk's part of a head's slots, in proportion to its tokens."""
         total = self.chunks[-1][1]
         a, b = self.chunks[number]
+        # differences of rounded sums, so that chunks have all slots of the head together
         return count * b // total - count * a // total
 
     def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:

@@ -84,6 +84,7 @@ class TransformersSampler:
         for _ in range(new):
             hidden = self.model.get_decoder()(
                 input_ids=ids,
+                # pads are masked, and may have any valid position
                 position_ids=len(self.tokens) + places.clamp_min(0),
                 use_cache=False,
                 attend=attend,

@@ -56,6 +56,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(size, size, bias=False)
         # constant queries and keys: at the start a latent attends by distance alone
         start = torch.zeros(width)
+        # q . k / sqrt(width) is then PEAK for each pair, where positions are equal
         start[: width // 2] = (PEAK * width**0.5) ** 0.5
         with torch.no_grad():
             for projection in (self.query, self.key):
@@ -109,9 +110,11 @@ class LayerCompactor(nn.Module):
         self.blocks = nn.ModuleList(Block(size, width, first=i == 0) for i in range(BLOCKS))
         self.k, self.v = nn.Linear(size, head_dim, bias=False), nn.Linear(size, head_dim, bias=False)
         self.bias = nn.Linear(size, 1)
+        # a buffer, because it is measured and stored, and not trained
         self.register_buffer("scale", torch.ones(2))
         with torch.no_grad():
             for head, half in zip((self.k, self.v), torch.eye(size).split(head_dim), strict=True):
+                # the first half of a latent's channels is the key, the second the value
                 head.weight.copy_(half)
             self.bias.weight.zero_()
             self.bias.bias.zero_()

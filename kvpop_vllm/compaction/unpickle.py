@@ -54,6 +54,7 @@ def main(source: Path, target: Path) -> None:
     # views of one storage could stand for many times the file
     if sum(t.numel() * t.element_size() for t in named.values()) > 2 * size:
         raise ValueError("tensors that are larger than the file")
+    # views of one storage, which safetensors refuses to write
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in named.items()}, target)
 
 

@@ -162,6 +162,7 @@ class TransformersRun(Run):
     def _answers(self, prompts: torch.Tensor, new: int, stop: set[int], sampling, seeds) -> list[list[int]]:
         """Return the answers to prompts ``[R, L]``. Rows that have ended go on until all have, unread."""
         request, tokens, columns = self._request(), prompts, []
+        # one generator each, so that a request's draws do not depend on its batch
         draws = [torch.Generator().manual_seed(seed) for seed in seeds]
         ended = torch.zeros(len(prompts), dtype=torch.bool)
         for length in range(prompts.shape[1], prompts.shape[1] + new):
@@ -183,6 +184,7 @@ class TransformersRun(Run):
     def _request(self) -> dict:
         """Return the decoder's arguments for the passes of a new request."""
         if self.cache is None:
+            # recurrent layers need a cache of their kind, which transformers chooses by the config
             options = {"config": self.model.config} if {*kinds_of(self.model.config)} - {FULL, *LOCAL} else {}
             return {CACHE_NAME: DynamicCache(**options), "attend": Dense()}
         self.cache.reset()

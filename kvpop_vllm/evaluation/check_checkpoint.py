@@ -34,6 +34,7 @@ def check_checkpoint(options: argparse.Namespace) -> None:
     """Run ``kvpop check-checkpoint``: print a table of nats per token, with differences to the first reading."""
     folder = local_folder(options.directory)
     with TemporaryDirectory() as scratch:
+        # scorers and rows first, because loading the model takes longest
         scorers, budget, sinks = _scorers(folder, options, Path(scratch))
         rows = list(_rows(folder, options, budget))
         if len(rows) < LEAST:
@@ -58,6 +59,7 @@ def _scorers(folder: Path, options: argparse.Namespace, scratch: Path) -> tuple[
         config, layers = convert(checkpoint, reading_of(checkpoint, map_file))
         write_scorer(scratch / f"{number}", config, layers)
         folders[name] = scratch / f"{number}"
+        # budget, sinks and the shuffled scorer are those of the first reading
         if not number:
             budget, sinks = options.budget or config.sinks + config.window + config.topk, config.sinks
             draw = torch.Generator().manual_seed(options.seed)
@@ -78,6 +80,7 @@ def _rows(folder: Path, options: argparse.Namespace, budget: int) -> Iterator[to
     encoder, count = DocumentEncoder(load_tokenizer(folder), vocabulary_of(folder)), 0
     for _, ids in encoder.encode(documents_of(find_sources([options.data]))):
         for row in torch.as_tensor(ids, dtype=torch.long).split(options.length):
+            # a row that fits the budget loses nothing
             if len(row) > budget + 1 and count < options.rows:
                 yield row
                 count += 1
@@ -94,7 +97,9 @@ def _nats(model: torch.nn.Module, settings: dict | None, row: torch.Tensor, budg
         inputs = row[first : first + PIECE]
         logits = model(inputs.unsqueeze(0), **{CACHE_NAME: cache}).logits[0].float()
         targets = row[first + 1 : first + 1 + len(inputs)]
+        # the last token of a row has no target
         nats = torch.nn.functional.cross_entropy(logits[: len(targets)], targets, reduction="none")
+        # the target of column i stands at first + i + 1, and those from position B on count
         total += float(nats[max(0, budget - 1 - first) :].double().sum())
     return total
 

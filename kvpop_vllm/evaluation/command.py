@@ -203,6 +203,7 @@ def run_eval(options, engine: Callable[[], type]) -> None:
     """Run `kvpop eval`."""
     _check_options(options)
     if options.backend == "vllm":  # stdout holds the table alone
+        # before vLLM is imported, which reads it then
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     from kvpop_vllm.evaluation.backends import TransformersBackend
     from kvpop_vllm.evaluation.corpus_task import evaluate_corpus
@@ -237,7 +238,9 @@ def _check_options(options) -> None:
     kinds = KINDS.get(options.task, [])
     if other := [kind for kind in options.kinds or () if kind not in kinds]:
         raise ConfigError(f"--task {options.task} has no kind {other[0]}: choose from {', '.join(kinds)}")
+    # in the order given, each once
     options.kinds, options.digits = list(dict.fromkeys(options.kinds or kinds)), options.digits or 4
     options.requests = options.requests or (16 if options.task == "reasoning" else 1)
+    # of reasoning it follows from the problems, see tasks._questions()
     if options.length is None and options.task != "reasoning":
         options.length = [1024]

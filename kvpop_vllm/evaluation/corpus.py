@@ -211,19 +211,21 @@ class Corpus:
             equal = torch.full((self.backend.shape.num_layers, self.backend.shape.num_kv_heads), slots)
             layers, position = layers_of(self.model, self.place, exam.tokens, slots, equal, options)
         else:
-            tokens = self.place.around(exam.tokens)
-            held_tokens, made_layers = self._held(method.removeprefix(POLICY), slots, tokens)
-            # only the policy's prefill counts, not the selection for the comparison
-            seconds = finish_time(self.device) - began  # its own cache has the tokens that are held
-            if made_layers[0][0].shape[1]:
-                layers = [
-                    _made_and_last(*layer, made_layer, slots)
-                    for layer, made_layer in zip(exam.full, made_layers, strict=True)
-                ]
-            else:
-                layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
-            return Cache(layers, len(tokens), seconds)
+            return self._of_policy(method.removeprefix(POLICY), slots, exam)
         return Cache(layers, position, finish_time(self.device) - began)
+
+    def _of_policy(self, policy: str, slots: int, exam: Examination) -> Cache:
+        """Return what a policy makes of a document that is its prompt, as :meth:`make` does."""
+        began, tokens = finish_time(self.device), self.place.around(exam.tokens)
+        held_tokens, made_layers = self._held(policy, slots, tokens)
+        # only the policy's prefill counts, not the selection for the comparison
+        seconds = finish_time(self.device) - began  # its own cache has the tokens that are held
+        if made_layers[0][0].shape[1]:
+            pairs = zip(exam.full, made_layers, strict=True)
+            layers = [_made_and_last(*layer, made_layer, slots) for layer, made_layer in pairs]
+        else:
+            layers = [_held_slots(*layer, rows) for layer, rows in zip(exam.full, held_tokens, strict=True)]
+        return Cache(layers, len(tokens), seconds)
 
     def _held(self, policy: str, slots: int, tokens: list[int]) -> tuple[torch.Tensor, list[Layer]]:
         """Return what a policy holds at the end of a document that is its prompt, ``[layers, H, T]`` booleans.
@@ -237,6 +239,7 @@ class Corpus:
     def _trained(self, slots: int, tokens: list[int]) -> list[Layer]:
         """Return the slots of a trained cartridge: one epoch over new conversations."""
         training = replace(Training(), steps=self.steps)
+        # as many as one epoch takes
         training = replace(training, conversations=self.steps * training.batch)
         chunk = chunk_tokens(None, len(tokens), slots, positions_of(self.model.config))
         with tempfile.TemporaryDirectory() as folder:
@@ -246,6 +249,7 @@ class Corpus:
             make_conversations(path, self.place, tokens, many, sampler, longest=chunk, seed=seed)
             first = self.place.around(tokens)[:slots]
             cache = TrainedCache([(k, v, None) for k, v in read_corpus(self.model, first)]).to(self.device)
+            # so rarely that the run ends without a checkpoint
             conversations, rarely = read_conversations(path), {"save_every": 10**9, "quiet": True}
             CacheTrainer(self.model, cache, conversations, Path(folder), training, slots, seed, **rarely).run()
         with torch.no_grad():
@@ -266,6 +270,7 @@ class Corpus:
             rows = choices[:1] if letters else choices  # letters have their scores from one pass
             choice_logps = self.logp_after(cache, [prompt] * len(rows), rows) * (len(choices) if letters else 1)
             pairs = zip(choice_logps, choices, strict=True)
+            # per token, since choices have different lengths
             scores = [float(logp.gather(1, torch.tensor(ids).unsqueeze(1)).mean()) for logp, ids in pairs]
             right = question.right
             record = {"kind": question.kind, "right": float(scores.index(max(scores)) == right)}
@@ -273,6 +278,7 @@ class Corpus:
                 record["exact"] = float(choice_logps[right].argmax(-1).tolist() == choices[right])
             yield record
         lost, count = 0.0, sum(map(len, exam.answers))
+        # summed here, and divided by the tokens of all answers
         for prompt, answer, logp in zip(exam.opened, exam.answers, exam.logp, strict=True):
             (compressed_logp,) = self.logp_after(cache, [self.place.asking(prompt)], [answer])
             lost += float((logp.exp() * (logp - compressed_logp)).sum())
@@ -356,16 +362,27 @@ def summarise(records: list[dict], against: str) -> list[dict]:
             if other:
                 reference = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
                 line |= estimate("kl ratio", lost, reference, units=units)
-        build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
-        if method == FULL:
-            line["first s"] = build + first
-        else:
-            line |= {"build s": build, "first s": first}
-            full_seconds = next(one["first s"] for one in table if one["method"] == FULL)
-            if method != NOTHING and first < full_seconds:
-                line["pays"] = math.ceil(build / (full_seconds - first))
-        table.append(line)
+        table.append(line | _seconds(method, opened, table))
     return table
+
+
+def _seconds(method: str, opened: list[dict], table: list[dict]) -> dict:
+    """Return the times of a method, and after how many questions it pays, by its records of open questions.
+
+    Args:
+        method: the method.
+        opened: its record of each document.
+        table: the lines that are ready, that of the full context among them.
+    """
+    build, first = (statistics.median(m[name] for m in opened) for name in ("build", "first"))
+    if method == FULL:
+        return {"first s": build + first}
+    times = {"build s": build, "first s": first}
+    # the full context has no slots and is the first group, so that its line is there already
+    full_seconds = next(line["first s"] for line in table if line["method"] == FULL)
+    if method != NOTHING and first < full_seconds:
+        times["pays"] = math.ceil(build / (full_seconds - first))
+    return times
 
 
 COLUMNS = (

@@ -21,6 +21,7 @@ SHORTEST, LONGEST = 40, 240
 """Characters of a sentence that is asked about."""
 BEFORE = 20
 """Fewest characters of a sentence before its gap."""
+# not at the beginning of a sentence, where any word may have a capital
 NAME = re.compile(r"(?<=[a-z,;] )(?!I\b)[A-Z][a-z]+(?: [A-Z][a-z]+)*(?![\w-])")
 NUMBER = re.compile(r"(?<= )[1-9][0-9]+(?![0-9.,]*[0-9])\b")
 OPEN = (
@@ -69,6 +70,7 @@ def make_questions(text: str, per_kind: int, seed: str) -> list[Question]:
 def open_questions(text: str) -> list[str]:
     """Return the questions of :data:`OPEN` with the most frequent names of a text. Those without a name are left out."""
     names = [name for name, _ in Counter(NAME.findall(text)).most_common()]
+    # -1 of a question without a name lets it pass below
     fields = [
         int(field) for field in (re.findall(r"\{(\d)\}", template) or [-1] for template in OPEN) for field in field
     ]
@@ -106,11 +108,13 @@ def _placed(kind: str, text: str, sentences: list[str], draw: random.Random) -> 
     for sentence in draw.sample(sentences, len(sentences)):
         quarters[_quarter(sentence, text)].append(sentence)
     questions = []
+    # as many questions as the quarter of the fewest sentences allows
     for four in zip(*quarters, strict=False):
         shown = draw.sample(four, CHOICES)
         if kind == "order":
             listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, shown, strict=True))
             prompt = f"Which of these sentences comes first in the text above?\n{listed}\nAnswer with its letter alone."
+            # four is in the order of the text, so that its first sentence is the answer
             questions.append(Question(kind, prompt, "", tuple(LETTERS), shown.index(four[0]), tuple(shown)))
         else:
             prompt = (

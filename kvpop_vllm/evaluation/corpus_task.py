@@ -40,6 +40,7 @@ def evaluate_corpus(options) -> list[dict]:
     if len(options.length) > 1:
         raise ConfigError("--task corpus has documents of one length: give one --length")
     (length,) = options.length
+    # whole blocks, as cartridges have them
     slots = sorted({-(-count // BLOCK_SLOTS) * BLOCK_SLOTS for count, _ in budgets(options, length)})
     if slots[-1] >= length:
         raise ConfigError(f"{slots[-1]} slots keep all of {length} tokens: lower --budget or raise --length")
@@ -68,6 +69,7 @@ def evaluate_corpus(options) -> list[dict]:
     backend = TransformersBackend(options.model, getattr(torch, options.dtype), length + ROOM)
     settings = options.questions or 4, options.seed, options.steps or 64, compactor and compactor.module
     work = corpus.Corpus(backend, options.model, tokenizer, *settings), material, methods, slots
+    # the full context and none, then each method with each number of slots
     total = len(material) * (2 + len(slots) * len(methods))
     with records_file(options.out) if options.out else nullcontext() as file:
         records = collected(file, options, about, total, functools.partial(corpus.records_of, *work))

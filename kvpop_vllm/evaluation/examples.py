@@ -80,6 +80,7 @@ def make_example(
         depth: depth of a single needle, from 0 to 1.
         digits: digits of a needle's number.
     """
+    # a string, which random.Random hashes alike in every process
     draw = random.Random(f"{kind}/{seed}")
     first = draw.randrange(len(sentences))
     question = KINDS[kind](draw, sentences[first:] + sentences[:first], depth, digits)
@@ -91,6 +92,7 @@ def make_example(
         raise ConfigError(
             f"a prompt of {length} tokens has no room for {kind!r}, which takes {len(ids(0))} without text: raise --length"
         )
+    # doubling, then bisection: a prompt grows with its units
     fits, too_many = 0, 1
     while too_many <= question.units and len(ids(too_many)) <= length:
         fits, too_many = too_many, 2 * too_many
@@ -115,6 +117,7 @@ def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": body}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + answer.lstrip()
+    # a chat template writes the special tokens itself
     return tokenizer(text, add_special_tokens=not tokenizer.chat_template, verbose=False)["input_ids"]
 
 
@@ -203,6 +206,7 @@ def words(draw: random.Random, sentences: list[str], depth: float, digits: int) 
     every = list(vocabulary)
     draw.shuffle(every)
     common, uncommon = every[:COMMON], every[COMMON:]
+    # drawn once, so that body(n) is the same text whenever it is called
     mixed = draw.random()
 
     def body(n):
@@ -258,6 +262,7 @@ def _occurs(word: str, answer: str) -> bool:
 
 def _digits_right(number: str, answer: str) -> float:
     best = 0.0
+    # 1,000 is read as 1000
     for other in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
         same = next(
             (i for i, (a, b) in enumerate(zip(number, other, strict=False)) if a != b), min(len(number), len(other))

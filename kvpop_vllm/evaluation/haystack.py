@@ -69,6 +69,7 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
     tokens = DocumentEncoder(tokenizer, vocab_size)
     row, names, keys = [], [], []
     for document, ids in tokens.encode(texts):
+        # the end-of-text token follows a document that ends within the row
         row += [*ids.tolist(), tokens.eos][: length - len(row)]
         names.append(document.origin)
         keys.append(key_of(document))
@@ -99,6 +100,7 @@ def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **p
     """
     streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
     while streams:
+        # each file gives one row before any gives its next
         next_rows = [(stream, next(stream, None)) for stream in streams]
         streams = [stream for stream, row in next_rows if row is not None]
         yield from (row for _, row in next_rows if row is not None)
@@ -109,6 +111,7 @@ def units_of(rows: list[Row]) -> list[int]:
     units, first = list(range(len(rows))), {}
     for number, row in enumerate(rows):
         for key in row.keys:
+            # a key that both have makes two units one
             one, other = sorted((units[first.setdefault(key, number)], units[number]))
             units = [one if unit == other else unit for unit in units]
     return units

@@ -204,12 +204,13 @@ def settings_of(
         prompt: tokens of a request's prompt, None if all are.
         written: tokens that ``--share`` is about, None for a row's.
     """
-    settings, copies = [], 1 if shapes is None else 2
+    # recall of text needs a query after B that is not the last, see recall_of()
+    settings, after_budget = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
         for (budget, derivation), equal in itertools.product(
             budgets(options, written or length), options.equal or EQUAL
         ):
-            if budget > length - copies:
+            if budget > length - after_budget:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
                 )

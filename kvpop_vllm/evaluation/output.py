@@ -43,16 +43,19 @@ def records_file(path: str) -> Iterator:
     """
     if os.path.isdir(path):
         raise ConfigError(f"--out {path} is a folder: name a file")
+    # os.replace() would put a file in the place of a device or a pipe
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "w", encoding="utf-8") as file:
             yield file
         return
+    # a link stays, and the file that it names is replaced
     path = os.path.realpath(path)
     draft = f"{path}.draft"
     try:
         with naming(Path(draft)), open(draft, "w", encoding="utf-8") as file:
             yield file
     except BaseException:
+        # an empty draft says nothing
         if os.path.exists(draft) and os.path.getsize(draft) == 0:
             os.remove(draft)
         raise

@@ -72,6 +72,7 @@ class PolicySpec:
         """Return a copy with an allocator."""
         measured = self.scorer is not None and read_config(self.scorer).shares
         default = None if measured else policies.get(self.policy).default_allocator
+        # the policy's own allocator changes nothing, so that the name stays
         name = self.name if allocator == default else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
 
@@ -117,6 +118,7 @@ class PolicySpec:
         if self.shares is not None:
             policy.allocate = functools.partial(proportional, self.shares)
         retention = policy.retention
+        # only training and recall need the decay's step, where whole sequences are scored
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
         return ResolvedPolicy(self, model, replace(retention, step=step), policy)
 
@@ -186,6 +188,7 @@ class ResolvedPolicy:
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
         values = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
+        # uniform is the default, and the other two cannot be given as --kv-allocator
         implied = self.policy.allocator in ("uniform", CALIBRATED, MEASURED)
         return values if implied else values | {"allocator": self.policy.allocator}
 

@@ -117,6 +117,7 @@ def judge(problem: Problem, text: str) -> Verdict:
     same = next((i for i, (a, b) in enumerate(zip(written, expected, strict=False)) if a != b), None)
     same = min(len(written), len(expected)) if same is None else same
     steps, separator, final = " ".join(written).rpartition("answer ")
+    # a blank, so that a final "end" is found too
     final, ended, _ = f"{final} ".partition("end ")
     words, right, start = final.split(), 0, 0
     for answer in problem.answers:
@@ -200,6 +201,7 @@ def sorting(draw: random.Random, size: int, seed: int):
         steps.append(f"first {answers[-1]} left {' , '.join(map(_digits, left))} ;")
 
     def verify(text: str) -> bool:
+        # reasoning-gym's verifier compares decimals, such as 5.0
         numbers = [f"{int(a + b)}.0" for a, b in re.findall(r"(\d) (\d)", text)]
         return gym.score_answer(str(numbers), entry) == 1.0
 

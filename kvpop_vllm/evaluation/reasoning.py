@@ -83,15 +83,18 @@ def solve(
         ``written`` tokens of the solution, ``answer`` and the fields of
         :class:`kvpop_vllm.evaluation.problems.Verdict`.
     """
+    # a tokenizer may have no such token
     stop = {tokenizer.eos_token_id} - {None}
     jobs = [(question, sample) for question in questions for sample in range(samples)]
     for a in range(0, len(jobs), batch):
         batch_jobs = jobs[a : a + batch]
+        # hash() of integers is the same in every process
         seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in batch_jobs]
         texts = run.generate([question.prompt for question, _ in batch_jobs], new, stop, sampling, seeds)
         for (question, sample), tokens in zip(batch_jobs, texts, strict=True):
             problem = question.problem
             text = tokenizer.decode(tokens, skip_special_tokens=True)
+            # generate() leaves the stop token out, and a solution that is shorter than allowed has ended
             if len(tokens) < new:
                 text += " end"
             record = {"kind": problem.kind, "unit": problem.seed, "size": problem.size, "sample": sample}

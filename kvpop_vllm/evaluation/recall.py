@@ -44,6 +44,7 @@ class Judge:
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float):
         self.q, self.k, self.lse, self.scale = q, k, lse, scale
+        # caches of the instance, since those of methods would keep every judge alive
         self.target, self.later_mass = cache(self._target), cache(self._later_mass)
 
     def _target(self, window: int) -> torch.Tensor:
@@ -89,6 +90,7 @@ class Judge:
         rows = []
         for q0, held_tokens in zip(positions, held_masks, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
+            # all sequences and heads hold as many, see on_dense()
             mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held_tokens[0, 0].sum())
             # the best choice of as many tokens
             best = mass.topk(count, dim=-1)

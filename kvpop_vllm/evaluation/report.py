@@ -33,6 +33,7 @@ class Report:
 
     def __init__(self, folder: str):
         try:
+            # not pyplot, which chooses a display and keeps figures
             from matplotlib.figure import Figure
         except ImportError:
             raise ConfigError("--report needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
@@ -110,10 +111,12 @@ def draw_maps(drawing, maps: list[dict]) -> None:
     names = list(dict.fromkeys(one["policy"] for one in maps))
     budgets = list(dict.fromkeys((one["budget"], one["equal"]) for one in maps))
     drawing.set_size_inches(1 + 4 * len(budgets), 0.8 + 2.1 * len(names))
+    # squeeze=False, since one policy or one budget must have two indices too
     axes = drawing.subplots(len(names), len(budgets), squeeze=False)
     for one in maps:
         axis = axes[names.index(one["policy"])][budgets.index((one["budget"], one["equal"]))]
         end = one["tokens_per_bin"] * len(one["held"][0])
+        # layer i is centred at i, the first on top
         extent = (0, end, len(one["held"]) - 0.5, -0.5)
         image = axis.imshow(one["held"], aspect="auto", vmin=0, vmax=1, extent=extent, interpolation="nearest")
         equal = " (equal bytes)" if one["equal"] == "bytes" else ""
@@ -144,8 +147,10 @@ def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, st
             for name, points in _curves(lines, "budget", value).items():
                 x, y, *reach = zip(*points, strict=True)
                 (curve,) = axis.plot(x, y, marker="o", label=name)
+                # bars only where a point has an interval
                 if any(map(any, reach)):
                     axis.errorbar(x, y, reach, fmt="none", ecolor=curve.get_color(), capsize=2, linewidth=1)
+            # lines without a budget hold for all budgets
             for line in (x for x in lines if x["budget"] is None and x.get(value) is not None):
                 style = {"color": "black", "linestyle": ":"} if line["policy"] == DENSE else {"linestyle": "--"}
                 axis.axhline(line[value], **style, label=line["policy"])
@@ -187,6 +192,7 @@ def draw_replay(drawing, table: list[dict]) -> None:
             axis.set(xlabel="position", ylabel=label)
         equal = " (equal bytes)" if setting[2] == "bytes" else ""
         row[0].set_title(f"{setting[0]:,} tokens, B = {setting[1]:,}{equal}", fontsize=9)
+        # a logarithmic axis has no zero
         positive = [x for line in table for x in line["kl_by_position"] if x > 1e-6]
         if positive:
             row[0].set_yscale("log")

@@ -27,6 +27,7 @@ def make_examples(
             sentences,
             length - NEW_TOKENS[kind],
             seed=f"{seed}/{length}/{i}",
+            # in the middle of equal parts, so that no needle stands at an end
             depth=(i + 0.5) / count,
             digits=digits,
         )

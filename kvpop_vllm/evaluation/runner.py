@@ -105,6 +105,7 @@ def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, 
     resolved_settings: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
     for spec, setting in pairs:
         resolved = setting.resolve(spec, shape, dtype)
+        # what the policy resolves to says whether settings mean the same
         key = spec, setting.budget, *resolved.settings.items()
         resolved_settings.setdefault(key, (resolved, []))[1].append(setting)
     return list(resolved_settings.values())
@@ -145,6 +146,7 @@ def evaluate(
         layers of heads.
     """
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
+    # a wrong model is refused here, and not in the middle of the rows
     for resolved, _ in runs:
         resolved.check_channel(model)
     for number, row in enumerate(rows):
@@ -214,6 +216,7 @@ class _Observer(GateInputs):
         judge, signals = Judge(q, k, lse, scale), self.signals(layer, k, v)
         for layers, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
+            # one judge for all policies, which share its results
             recall, error = resolved.on_dense(judge, layer, v, positions, signals, sink_logits)
             layers.append((recall, _output_error(error, out, resolved.roles.budget)))
             self.tick(1 / resolved.model.num_layers)

@@ -60,6 +60,7 @@ def attend_and_keep(
         tokens of ``E(q0)`` are held at q0, oldest first.
     """
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
+    # the kernels run on the host, and have no gradients
     q, k, v = (x.detach().cpu() for x in (q, k, v))
     protected = min(length, protected_tokens(policy.protect, length))
     budgets = policy.budgets(layer) if budgets is None else budgets
@@ -67,6 +68,7 @@ def attend_and_keep(
     settings["row_budget"] = policy.roles.budget
     rows, outs, held_at = LayerRows(rule, budgets, k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
+    # the last position too, so that every query is answered
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.tokens_seen, q0 + 1)
         scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()

@@ -50,6 +50,7 @@ def bootstrap_ratio(
     if denominators is None:
         denominators = np.ones(len(numerators))
     _, unit = np.unique(np.arange(len(numerators)) if units is None else np.asarray(units), return_inverse=True)
+    # rows of one unit are added first, so that they are drawn together
     sums = np.zeros((unit.max(initial=-1) + 1, 2))
     np.add.at(sums, unit, np.stack([numerators, denominators], 1).astype(float))
     if len(sums) < LEAST:
@@ -60,6 +61,7 @@ def bootstrap_ratio(
     says = below > 0
     # a draw without any denominator says nothing and widens both ends
     ratios = above / np.where(says, below, 1)
+    # of two neighbouring draws an end is the outer one
     low = np.quantile(np.where(says, ratios, -np.inf), 0.025, method="lower")
     high = np.quantile(np.where(says, ratios, np.inf), 0.975, method="higher")
     return Interval(float(sum(numerators) / sum(denominators)), float(low), float(high))

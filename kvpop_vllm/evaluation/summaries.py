@@ -33,6 +33,7 @@ def summarise_text(records: list[dict], against: str | None = None) -> list[dict
     table = []
     for line, members in _lines(records):
         for name in ("accuracy", *RECALL, "error"):
+            # a measure that some rows lack has no mean over all
             if all(name in member for member in members):
                 line[name] = _mean([m[name] for m in members])
         table.append(line | _nats(line, members, records, against))
@@ -95,6 +96,7 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
             pairs = [exact[key][p] for p in problems], [answers[p] for p in problems]
             if name == DENSE:
                 line |= estimate("of dense", *pairs, units=problems)
+            # the reference has no difference from itself
             elif name == against != line["policy"] and _setting_of(groups[other][0]) == _setting_of(line):
                 line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], units=problems)
         table.append(line)
@@ -168,6 +170,7 @@ def _lines(records: list[dict], keys: tuple[str, ...] = KEYS) -> Iterator[tuple[
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
+    # the sort is stable: policies keep the order of their records
     for key, members in sorted(groups.items(), key=lambda group: _order(group[1][0])):
         size = {"MiB": members[0]["allocated"] / 2**20, "rows": len(members)}
         yield dict(zip(keys, key, strict=True)) | size, members

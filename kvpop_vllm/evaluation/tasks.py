@@ -108,6 +108,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
     task = tasks[options.task](options, against)
     report, teacher = Report(options.report) if options.report else None, None
+    # the file is opened before a model loads, which takes long
     with records_file(options.out) if options.out else nullcontext() as file:
         if options.teacher is not None:
             teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
@@ -179,6 +180,7 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
     What was not asked for is left out if it cannot be used: policies, if ``--policies`` names none, and equal
     bytes without ``--equal``.
     """
+    # settings that the user names raise, and the others are tried below
     certain = [s for s in settings if s.equal == "k" or options.equal]
     if options.policies is None and options.task != "text":
         specs = _deployable(specs, certain, shape, dtype)
@@ -357,5 +359,6 @@ class Replay:
             if number == len(dense):
                 # the first run is the dense one, and later ones are compared with it
                 dense.append(predictions)
+            # without a teacher the dense run has ended, and its output layer with it
             exact = dense[number] if self.teacher else dense[number]._replace(logits=run.logits)
             yield {"row": number, "unit": self.units[number]} | replay.compare(predictions, row, exact, bucket)

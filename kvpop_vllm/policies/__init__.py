@@ -28,6 +28,7 @@ POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
     for module in MODULES
     for cls in vars(module).values()
+    # with a name of their own: bases such as kvpop._Scored have none
     if isinstance(cls, type) and cls.__module__ == module.__name__ and "name" in vars(cls)
 }
 """Built-in policies by name: the classes with a name in :data:`MODULES`."""
@@ -46,6 +47,7 @@ def known() -> list[str]:
 
 def get(name: str) -> type[Policy]:
     """Return the policy class registered under ``name``."""
+    # two packages may bring the same name, and none of them wins silently
     brought = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in brought))
     if brought and (name in POLICIES or len(brought) > 1):
@@ -57,6 +59,7 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:
         cls = brought[0].load()
+    # importing runs the package's code, which may raise anything
     except Exception as error:
         raise ConfigError(f"policy {name!r} of {packages} cannot be imported ({error!r}): mend that package") from error
     if not (isinstance(cls, type) and issubclass(cls, Policy)) or getattr(cls, "name", None) != name:
@@ -64,6 +67,7 @@ def get(name: str) -> type[Policy]:
             f"entry point {name!r} of {packages} must be a kvpop_vllm.policies.base.Policy with name = {name!r}, got {cls!r}"
         )
     lacking = [attribute for attribute in ("paper", "cost") if not isinstance(getattr(cls, attribute, None), str)]
+    # instantiating the class would raise a TypeError that names no package
     lacking += sorted(cls.__abstractmethods__)
     if lacking:
         raise ConfigError(f"policy {name!r} of {packages} does not say {', '.join(lacking)}: mend that package")
@@ -97,13 +101,14 @@ def describe() -> str:
     width = max(60, shutil.get_terminal_size().columns)
     lines = []
     for cls in classes:
+        # where the order follows from a scorer's config, the class has a property here
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         facts = {
             "needs a scorer of kind": cls.scorer_kind,
             "needs": "statistics of the model (--kv-calibration)" if cls.calibrated else "",
             "scores from": ", ".join(sorted(signal.value for signal in cls.signals)),
             "order": order,
-            "state per layer and KV head": cls.state.strip("-"),
+            "state per layer and KV head": cls.state.strip("-"),  # "-" is none, and empty facts are left out
             "cost per step": cls.cost,
         }
         paragraph = {cls.name.ljust(indent): cls.paper}

@@ -39,6 +39,7 @@ def pyramid(retention: Retention, layers: int, heads: int) -> torch.Tensor:
     last_layer = retention.topk / STEEPNESS
     steps = torch.arange(layers, dtype=torch.float64) / max(1, layers - 1)
     sizes = (
+        # arithmetic sequence with mean k, from 2 k - k / beta down to k / beta
         (2 * retention.topk - last_layer) - steps * 2 * (retention.topk - last_layer)
         if layers > 1
         else torch.tensor([retention.topk])
@@ -52,6 +53,7 @@ def proportional(shares: Sequence[Sequence[float]], retention: Retention, layers
     Sinks and window are the same for all heads. Rounding preserves the total.
     """
     parts = torch.tensor(shares, dtype=torch.float64)
+    # one sequence over all layers and heads, so that rounding preserves the model's total
     slots = _rounded((parts / parts.sum()).flatten() * (retention.topk * layers * heads))
     return (retention.first_long + slots).int().view(layers, heads)
 

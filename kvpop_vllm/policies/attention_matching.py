@@ -26,6 +26,7 @@ class AttentionMatching(SnapKV):
     paper = "Fast KV Compaction via Attention Matching, 2026, arXiv:2602.16284"
     cost = "the prompt is held densely while it is prefilled; at its end a fit of B - w slots to 256 queries; then none"
     state = "min(256, w) x G x D float32 until the prompt's end, G query heads a KV head"
+    # SnapKV's window is fixed, and this one is a share of the budget
     default_window = None
     window_share = 0.25
 

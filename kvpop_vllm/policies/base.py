@@ -52,6 +52,7 @@ class Policy(Declaration):
     _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
+        # first, because checks and settings below read the scorer or statistics that it loads
         self.prepare()
         self.check_realised()
         if self.settings.threshold is not None and self.default_threshold is None:
@@ -97,6 +98,7 @@ class Policy(Declaration):
     def _resolve(self, settings: PolicySettings) -> Retention:
         window, window_share = self.default_window, self.window_share
         if self.uses_calibration and self.name in self.calibration.windows:
+            # without a fixed window, so that the measured share takes effect
             window, window_share = None, self.calibration.windows[self.name]
         retention = resolve_retention(
             settings,
@@ -132,7 +134,9 @@ class Policy(Declaration):
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
         retention = self._retentions.get(budget)
         if retention is None:
+            # without compression, which errors would give advice on
             retention = self._resolve(replace(self.settings, budget=budget, compression=None))
+            # requests may ask for any budget, so that old ones must go
             if len(self._retentions) >= MOST_RETENTIONS:
                 self._retentions.clear()
             self._retentions[budget] = retention
@@ -148,6 +152,7 @@ class Policy(Declaration):
                 f"--kv-max-budget {budget} is below the server's own budget: raise it to at least {self.retention.budget}"
             )
         default = self.protect
+        # True is an int too, and would compare as 1
         if protect is not None and protect is not True and (default is True or protect < default):
             raise ConfigError(
                 f"--kv-max-protect {int(protect)} is below what --kv-protect-prompt says:"
@@ -171,6 +176,7 @@ class Policy(Declaration):
 
         The tensors of layer 0 must have been loaded.
         """
+        # one head is enough, since all have a state of one size
         return self.layer_rule(0, slice(0, 1)).state_floats(self.model.head_dim)
 
     def draft_query_bytes(self, dtype: torch.dtype) -> int:
@@ -179,6 +185,7 @@ class Policy(Declaration):
         Args:
             dtype: dtype of the queries.
         """
+        # other rules read no attention, so that their drafts need no queries
         if self.order is not Order.COUPLED:
             return 0
         return self.layer_rule(0, slice(0, 1)).draft_query_bytes(self.query_group, self.model.head_dim, dtype)
@@ -261,6 +268,7 @@ class Policy(Declaration):
         if not self.unequal:
             return None
         allocate = self.allocate
+        # these shares hold for the server's budget alone, and no allocator repeats them
         if self.one_budget:
             with torch.device("cpu"):
                 allocate = FixedBudgets(tuple(map(tuple, self.shares().tolist())))
@@ -278,6 +286,7 @@ class Policy(Declaration):
         shape = self.scorer_shape()
         if shape is None or self.one_budget or not self.unequal:
             return retentions
+        # one slot short of a trained budget, where the smaller window of the next one holds
         budgets = [self.retention.sinks + trained.slots - 1 for trained in shape.trained]
         for budget in budgets:
             if budget < limit:

@@ -83,6 +83,7 @@ class Declaration(ABC):
         calibrated: True if the policy needs statistics of the model (``--kv-calibration``).
     """
 
+    # without defaults, so that policies.get() can refuse a class that leaves one out
     name: ClassVar[str]
     paper: ClassVar[str]
     cost: ClassVar[str]
@@ -245,6 +246,7 @@ class Declaration(ABC):
             log_gamma: logarithm of the decay, in nats per token.
             parts: further fields of the rule, ``rounds`` or ``compression``.
         """
+        # a slice has no length
         count, retention = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
         return RetentionRule(retention.sinks, retention.window, decay, scorer=scorer, **parts)

@@ -17,6 +17,7 @@ class _Scored(Learned):
 
     @property
     def order(self):
+        # with a step of 1 all tokens of a head decay alike, and their order stays
         return Order.STATIC if self.config.decay.step == 1 else Order.AGED
 
     def rule(self, layer, heads):

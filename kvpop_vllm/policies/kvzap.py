@@ -27,4 +27,5 @@ class KVzap(Gated):
     paper = "Jegou and Jeblick 2026, arXiv:2601.07891"
     cost = "one [E, M] and one [M, H] product per layer, or one [E, H] product"
     signals = frozenset({Signal.HIDDEN})
+    # the policy takes --kv-threshold, and has none by default
     default_threshold = -math.inf

@@ -21,7 +21,7 @@ class L2Norm(Policy):
     paper = "Devoto et al. 2024, arXiv:2406.11430"
     cost = "one norm of length D per head"
     signals = frozenset({Signal.KEY})
-    default_sinks, window_share = 0, 0.0
+    default_sinks, window_share = 0, 0.0  # a share of 0 is a window of one token
 
     def rule(self, layer, heads):
         return self.training_free_rule(heads, KeyNorm())

@@ -59,6 +59,7 @@ class Learned(Policy):
 
     @property
     def allocator(self):
+        # a calibration's shares come before the scorer's
         measured = self.settings.allocator is None and super().allocator != CALIBRATED and self.config.shares
         return MEASURED if measured else super().allocator
 
@@ -77,6 +78,7 @@ class Learned(Policy):
 
     def loaded(self, layer: int) -> dict[str, torch.Tensor]:
         """Return the tensors of one layer, all heads."""
+        # prepare() left {} for tensors that the loader brings
         if not self._layers[layer]:
             raise ConfigError(
                 f"the checkpoint's weights brought no scorer tensors for layer {layer} (dummy weights bring none): give --kv-scorer DIR"
@@ -115,6 +117,7 @@ class Gated(Learned):
         return self.module(layer, heads)
 
     def rule(self, layer, heads):
+        # the gate runs in the model, so that the rule needs no tensors of the scorer
         return self.training_free_rule(heads, GateScore(threshold=self.threshold))
 
     @property

@@ -25,4 +25,5 @@ class RandomAttention(Policy):
     default_protect = True
 
     def rule(self, layer, heads):
+        # numbered within the whole model, so that ranks draw what one device would
         return self.training_free_rule(heads, RandomDraw(head_lanes(layer, heads, self.model.num_kv_heads)))

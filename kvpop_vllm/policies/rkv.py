@@ -28,4 +28,5 @@ class RKV(Policy):
     default_sinks, default_window = 0, RECENT
 
     def rule(self, layer, heads):
+        # no scorer: a token scores 0 until a round ranks it
         return self.training_free_rule(heads, None, rounds=Redundancy(self.query_group))

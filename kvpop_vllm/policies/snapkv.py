@@ -45,11 +45,12 @@ class SnapKV(Policy):
     @property
     def compression(self) -> PromptVotes | PromptMatching:
         """Settings of the votes: which queries vote, and how votes are averaged."""
+        # heads that do not divide slots compare no votes
         return PromptVotes(self.query_group, safe=SAFE if self.adaptive_head_budgets else None)
 
     @property
     def protect(self):
-        return True
+        return True  # until its end the prompt lies in the prefix
 
     def rule(self, layer, heads):
         return self.training_free_rule(heads, None, compression=self.compression)

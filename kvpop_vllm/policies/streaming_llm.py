@@ -17,4 +17,5 @@ class StreamingLLM(Policy):
     cost = "none"
 
     def rule(self, layer, heads):
+        # all tokens score 0, so that decay alone ranks them, the oldest lowest
         return self.training_free_rule(heads, None, log_gamma=-1.0)

@@ -30,4 +30,4 @@ class TrimKV(Gated):
     order = Order.AGED
 
     def rule(self, layer, heads):
-        return self.training_free_rule(heads, GateScore(ages=True))
+        return self.training_free_rule(heads, GateScore(ages=True))  # log beta times a token's age

@@ -81,7 +81,9 @@ def compress(
         sink_logits: ``[Hq]`` logits of attention sinks, or None.
     """
     p, compression = int(prefix.tokens[0]), rule.compression
+    # queries inside the window alone see every token that they vote on
     count = min(compression.queries, after.window, p - after.shift - after.made_slots)
+    # the state is a ring of the newest queries, so that an index is a position modulo its size
     queries = load_queries(pages, row, torch.arange(p - count, p, device=row.device) % compression.queries, group)
     sinks = None if sink_logits is None else sink_logits.view(-1, group)
     if compression.makes_slots:
@@ -122,7 +124,7 @@ def retain_by_votes(
     oldest = max(sinks, p - window)
     candidates = votes[:, sinks:oldest]
     if rule.compression.adaptive_head_budgets:
-        budget = int(budgets[0])
+        budget = int(budgets[0])  # until here all heads have the mean budget
         budgets, largest = divide(candidates, budget, first, rule.compression.safe), layout.num_kv_heads * budget
         store_budgets(pages, row, budgets, rule.compression)
         _, (row,) = load_page_table(pages, row.unsqueeze(0), rule.compression, layout.blocks(largest, largest))
@@ -134,6 +136,7 @@ def retain_by_votes(
     fits = torch.arange(order.shape[1], device=device) < budgets.unsqueeze(1) - first
     chosen = torch.where(fits, candidates.shape[1] - 1 - order, p).sort(dim=1).values + sinks  # oldest first
     tokens = torch.cat([near.expand(len(votes), -1), chosen], 1)
+    # the slots that decoding would have given these tokens (Retention.ring_slot)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
     slots = torch.cat([slots, first + torch.arange(order.shape[1], device=device)]).expand_as(tokens)
     # a head with fewer slots than another one writes its last token several times
@@ -206,8 +209,10 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     if candidates <= room:
         return torch.full((heads,), budget, dtype=torch.int32, device=votes.device)
     newest_first = votes.flip(1)
+    # sinks and window count towards the guaranteed part
     sure = max(0, int(safe * budget) - first)
     best = newest_first.argsort(dim=1, descending=True, stable=True)[:, :sure]
+    # transposed: an index modulo heads is the head, and ties go to the newer token, then to the lower head
     ranking = newest_first.scatter(1, best, torch.inf).T.flatten()
     winners = ranking.argsort(descending=True, stable=True)[: heads * room] % heads
     counts = torch.zeros(heads, dtype=torch.int32, device=votes.device)
@@ -242,6 +247,7 @@ def prompt_votes(
     for part in _parts(len(keys), keys.device):
         logits = (q[part].float().flatten(1, 2) @ keys[part].float().mT).unflatten(1, q.shape[1:3]) * scale
         logits[..., p - count :].masked_fill_(later.unsqueeze(1), -torch.inf)  # [heads, n, G, p]
+        # sinks take their share of the softmax, and their column gets no votes
         if sink_logits is not None:
             sinks = sink_logits[part].view(-1, 1, q.shape[2], 1).expand(-1, count, -1, -1)
             logits = torch.cat([logits, sinks], -1)
@@ -274,6 +280,7 @@ def _words(
         first: offset of the queries in the state.
     """
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
+    # a state may go on in further blocks: word // region is the block, word % region the place in it
     word = first + places.unsqueeze(1) * floats + torch.arange(floats, device=places.device)
     word = word.unsqueeze(1).expand(-1, len(heads), -1)
     return states.long().gather(2, word // region), heads.view(-1, 1).expand_as(word), word % region

@@ -78,6 +78,7 @@ def fit(
     if slots == k.shape[1] or not slots:
         return torch.arange(slots, device=k.device).expand(len(k), -1), v[:, :slots], k.new_zeros(len(k), slots)
     weights = (scale * q) @ k.transpose(1, 2)  # in place from here on: this is the largest tensor of the fit
+    # the largest exponent is 0, so that no weight overflows
     top = weights.amax(-1, keepdim=True)
     if sink_logits is not None:
         top = torch.maximum(top, sink_logits.unsqueeze(-1))
@@ -173,6 +174,7 @@ def bounded_least_squares(
             result, done = torch.where(done, result, new), done | ends
             if bool(done.all()):
                 return result / norms
+        # gradient restart (O'Donoghue and Candes, arXiv:1204.3982): momentum that leads uphill is dropped
         uphill = ((ahead - new) * moved).sum(-1, keepdim=True) > 0
         following = (1 + (1 + 4 * momentum**2).sqrt()) / 2
         ahead = torch.where(uphill, new, new + ((momentum - 1) / following).to(x.dtype) * moved)
@@ -188,6 +190,7 @@ def _largest_eigenvalue(gram: torch.Tensor, iterations: int = 10) -> torch.Tenso
     x = torch.ones_like(gram[:, 0])
     for _ in range(iterations):
         x = _times(gram, x)
+        # the bound holds for any positive x, so that clamped entries only make it looser
         x = (x / x.amax(-1, keepdim=True).clamp_min(1e-30)).clamp_min(1e-6)
     return (_times(gram, x) / x).amax(-1, keepdim=True).clamp_min(1e-12)
 
@@ -205,6 +208,7 @@ def pursue(weights: torch.Tensor, slots: int, options: Matching, full: torch.Ten
     gram, target = weights.transpose(1, 2) @ weights, (weights if full is None else weights * full).sum(1)
     per_step = math.ceil(slots / OMP_STEPS)
     chosen = torch.zeros(heads, 0, dtype=torch.int64, device=weights.device)
+    # filled in place, since concatenation would copy all rows at every step
     rows = gram.new_empty(heads, slots, tokens)
     factors, missing = target.new_zeros(heads, 0), target.clone()
     bound = math.exp(options.most_bias)
@@ -214,6 +218,7 @@ def pursue(weights: torch.Tensor, slots: int, options: Matching, full: torch.Ten
         rows[:, have : chosen.shape[1]] = gram.gather(1, new.unsqueeze(-1).expand(-1, -1, tokens))
         among = rows[:, : chosen.shape[1]]
         chosen_gram = among.gather(2, chosen.unsqueeze(1).expand(-1, chosen.shape[1], -1))
+        # the former factors are a good start, so that 10 iterations are enough
         start = torch.cat([factors, torch.ones_like(new, dtype=factors.dtype)], 1)
         factors = bounded_least_squares(chosen_gram, target.gather(1, chosen), start, 1 / bound, bound, 10)
         missing = target - (factors.unsqueeze(1) @ among).squeeze(1)
@@ -227,6 +232,7 @@ def ridge(share: torch.Tensor, missing: torch.Tensor, strength: float) -> torch.
     """
     gram = (share.transpose(1, 2) @ share).double()
     diagonal = gram.diagonal(dim1=1, dim2=2)
+    # diagonal is a view: this adds to gram itself
     diagonal += (strength * diagonal.mean(-1, keepdim=True)).clamp_min(1e-12)
     factor = torch.linalg.cholesky(gram)
     return torch.cholesky_solve((share.transpose(1, 2) @ missing).double(), factor).to(share.dtype)

@@ -55,6 +55,7 @@ def held_tokens(
     filled = filled_slots(pages, row) if rule.threshold is not None else None
     retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
     slots = slot_positions(pages, row, tokens_seen, retention, filled)
+    # a tail after a prefix has no sink slots
     tail_budgets = budgets - rule.sinks if protected else budgets
     used = (torch.arange(slots.shape[1]) < tail_budgets.unsqueeze(1)) & (slots != EMPTY)
     heads = torch.arange(len(budgets)).unsqueeze(1).expand_as(slots)
@@ -86,6 +87,7 @@ def held_after_prompt(
     Returns:
         ``[H, tokens_seen]`` booleans.
     """
+    # made slots lie in front of the tail as a protected prefix of as many tokens would
     tail = held_tokens(pages, row, tokens_seen - after.shift, rule, budgets, after.made_slots)[:, after.made_slots :]
     is_held = torch.zeros(len(budgets), tokens_seen, dtype=torch.bool)
     is_held[:, after.made_slots + after.shift :] = tail

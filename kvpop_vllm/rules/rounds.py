@@ -160,6 +160,7 @@ def due(queries: int, ends: list[int], rounds: Sequence[Sequence[EqualRoles]]) -
         for group in groups:
             retention, m, _ = group
             full = retention.first + retention.budget
+            # the next round reads this query if fewer tokens are left until then than it reads queries
             if end > max(retention.first, full - m - queries) and (-end) % m < queries:
                 stored[r] = True
             if end % m == 0 and end - 1 + m >= full and end > retention.first:
@@ -187,6 +188,7 @@ def run_due_rounds(
     """
     rounds, layout, ends, stored = rule.rounds, pages.layout, step.ends, step.stored
     first, states = rule.first_query(layout.head_size), table[:, :, : layout.state_blocks]
+    # with one request the tokens may be a chunk, of which the next round reads the last ones only
     if stored and len(ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(ends[0] - len(newest), ends[0], device=q.device) % rounds.queries
@@ -248,6 +250,7 @@ def _run_round(
     layout, rounds, retention, device = pages.layout, rule.rounds, ranked.retention, row.device
     heads = range(layout.num_kv_heads) if ranked.heads is None else ranked.heads
     chosen_heads = send(list(heads), device)
+    # oldest first, because neighbours are those of the text
     positions, order = slot_positions(pages, row, tokens_seen, retention, heads=chosen_heads).sort(1)  # [heads, n]
     heads = chosen_heads.unsqueeze(1)
     index = row[heads, layout.state_blocks + order // layout.block_slots].long(), heads, order % layout.block_slots
@@ -337,6 +340,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
     by_spread = spread.argsort(dim=1, stable=True).argsort(dim=1)
     few = spread.shape[1] - max(0, tokens.candidates // rounds.large - tokens.sinks)
     positions = tokens.positions[:, tokens.sinks : tokens.candidates]
+    # 0.5 more, since a draw of 0 has no finite logarithm
     uniform = (draw(keys.unsqueeze(1), q, positions) + 0.5) * 2.0**-53
     drawn = weights[:, tokens.sinks :].double().log() - (-uniform.log()).log()
     return torch.where(by_spread >= few, by_spread + drawn.shape[1], drawn.argsort(dim=1, stable=True).argsort(dim=1))
@@ -376,6 +380,7 @@ def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> 
         length: number of tokens that the request has processed.
     """
     pairs = len(rounds.frequencies)
+    # float64, because angles grow with the position: float32 would round one at 100,000 by 0.004 radians
     angles = length * rounds.frequencies
     cos, sin = angles.cos(), angles.sin()
     a, b, rest = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
@@ -396,6 +401,7 @@ def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:
         cosine = unit[:, begin : begin + BLOCK] @ unit.mT  # [H, block, n]
         cosine.diagonal(begin, 1, 2).zero_()
         alike = cosine > similar
+        # argmax takes no booleans, and of equal values it returns the first
         newest = count - 1 - alike.flip(2).byte().argmax(2)
         spared = torch.where(alike.any(2), cosine.gather(2, newest.unsqueeze(2)).squeeze(2), 0.0)
         total += cosine.sum(1).scatter_add_(1, newest, -spared)

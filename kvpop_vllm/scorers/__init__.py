@@ -46,6 +46,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     keys = {key.name for key in dataclasses.fields(config_class)}
     if unknown := sorted(values.keys() - keys):
         raise ConfigError(f"{source}: a scorer of kind {scorer!r} has no {unknown[0]}: leave it out")
+    # a model without a hidden size gives None, which the check of the config names
     sizes = {name: shape.get(name) for name in (*shape, "hidden_size") if name in keys}
     return parse_config(config_class(**sizes, **values).to_json(), source)
 
@@ -54,6 +55,7 @@ def parse_config(raw: object, source: str) -> ScorerConfig:
     """Check a decoded JSON object and return it as a config. ``source`` names it in errors."""
     values = SCHEMA.body(raw, source)
     kind = values.pop("scorer", None)
+    # a list, since a kind from JSON may be unhashable
     if kind not in list(KINDS):
         raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {kind!r}")
     return KINDS[kind].config_class.from_json(values, source)
@@ -74,9 +76,11 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
 
     The tensors are those of all KV heads, or of some of them if the kind scores each head by itself.
     """
+    # a rank may have some of the heads only
     heads = next(len(tensors[name]) for name, shape in config.shapes(tensors).items() if not isinstance(shape[0], str))
     if heads != config.num_kv_heads:
         config = dataclasses.replace(config, num_kv_heads=heads)
+    # nothing is drawn, since all parameters are assigned below
     with torch.device("meta"):
         module = build(config, **KINDS[config.scorer].sizes(tensors))
     module.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)

@@ -37,6 +37,7 @@ def headwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ``[..., H, S]`` for vectors, ``[..., H, S, O]`` for matrices.
     """
     if weight.dim() == 2:
+        # [H, I, 1], so that each head multiplies by its own vector
         return (x @ weight.unsqueeze(-1)).squeeze(-1)
     return x @ weight
 
@@ -101,6 +102,7 @@ class Scorer(LayerModule):
 
     def weights(self) -> TokenScorer:
         """Return the parameters as the kernels take them, without copies. Gradients flow through."""
+        # a name with a dot cannot be that of an argument
         parameters = {name.replace(".", "_"): p for name, p in self.named_parameters() if name != "decay_logit"}
         return self.weights_class(**parameters, **{name: getattr(self.config, name) for name in self.weight_options})
 

@@ -74,6 +74,7 @@ def _check_shape(label: str, actual: tuple[int, ...], shape: tuple, sizes: dict[
             # a named axis has the size that its first tensor shows
             if isinstance(axis, str):
                 sizes.setdefault(axis, length)
+    # letters of sizes that no tensor has shown yet stay letters
     expected = tuple(sizes.get(axis, axis) for axis in shape)
     if actual != expected:
         raise ConfigError(f"{label} has shape {actual}, expected {expected}")
@@ -136,6 +137,7 @@ def write_shares(folder: str | Path, shares: Sequence[Sequence[float]]) -> None:
         OSError: the file cannot be written.
     """
     config = read_config(folder)
+    # through the parser, which checks the shares
     content = parse_config(config.to_json() | {"shares": [list(row) for row in shares]}, str(folder)).to_json()
     path = Path(folder) / CONFIG_NAME
     if is_full_checkpoint(folder):
@@ -190,12 +192,14 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
     """
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
+        # no leading zeros, so that a layer has one spelling
         match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
         # both layouts at once would leave open which tensor counts
         if match[2] in layers[int(match[1])]:
             raise ConfigError(f"{source}: tensor {name!r} is there under two names")
+        # tensors may be shapes instead
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
         layers[int(match[1])][match[2]] = tensor.float() if floating else tensor
     return layers
@@ -253,6 +257,7 @@ def check_layout(names: Iterable[str], source: str) -> None:
     if not unknown and any(full_checkpoint_name(n) for n in names):
         return
     listed = unknown or [n for n in names if not MODEL_NAMES.match(n)]
+    # numbers of layers say nothing here, and one name stands for all of them
     listed = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "{i}", n) for n in listed})
     raise ConfigError(
         f"{source}: scorer tensors must be named model.layers.{{i}}.self_attn.kvpop.<name>; names found that are neither "
@@ -285,5 +290,6 @@ def check_model(config: ScorerConfig, *, source: str, **model) -> None:
     What the scorer's config does not say is not compared.
     """
     names = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size", "layers")
+    # what a config leaves out or null says nothing about the model
     made_for = {name: size for name in names if (size := getattr(config, name, None)) is not None}
     check_same_model(made_for, {"layers": ()} | model, source, "give a scorer for this model with --kv-scorer")

@@ -1,7 +1,5 @@
 """Reader of the keys of a published checkpoint's ``config.json`` that are of its scorer, under names that nobody has fixed.
 
-Errors are ConfigErrors.
-
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
@@ -106,12 +104,15 @@ def facts_of(config: Mapping, model_keys: frozenset[str], source: str) -> Facts:
 
 def _key_of(name: str) -> str | None:
     """Return the key of :data:`KEYS` that a name in the config stands for, None if there is none."""
+    # num_sinks, numSinks and num-sinks are one name
     path = re.sub(r"[^a-z0-9.]", "", name.lower())
     if _SCORER.fullmatch(path):
         return "scorer"
     stripped = _PREFIXES.sub("", path.rsplit(".", 1)[-1])
+    # at the top level these may be the model's own: top_k is a sampling parameter of transformers
     if "." not in name and name in ("top_k", "cache_size"):
         return None
+    # a letter is a key inside of an object only
     short = {"k": "topk", "w": "window", "s": "sinks", "b": "budget"}.get(stripped if "." in name else "")
     return short or next((key for key, names in KEYS.items() if re.fullmatch(names, stripped)), None)
 
@@ -119,6 +120,7 @@ def _key_of(name: str) -> str | None:
 def _scalars(config: Mapping, model_keys: frozenset[str], path: str = "") -> Iterator[tuple[str, object]]:
     for name, value in config.items():
         name = name if name.isprintable() else repr(name)
+        # keys of the base model say nothing about the scorer, but for a window that the base model does not use
         if (
             name in _ELSEWHERE
             or not path
@@ -141,6 +143,7 @@ def _read(key: str, value: object, label: str):
         return int(value)
     if key in ("decay_min", "decay_max", "gamma"):
         if not number or not 0 < value <= 1:
+            # the name may be that of another thing, whose value is not read
             if key == "gamma":
                 return None
             raise ConfigError(f"{label} is {value!r}, and a decay is above 0 and at most 1: mend config.json")
@@ -170,10 +173,12 @@ def _read(key: str, value: object, label: str):
         return _served_value({"silu": "silu", "swish": "silu"}, value, label)
     if key == "scorer":
         return _served_value({"mlstm": "mlstm", "mlstmscorer": "mlstm", "delayedmlstm": "mlstm"}, value, label)
+    # every key of KEYS is read above
     raise AssertionError(key)
 
 
 def _is_number(value: object) -> bool:
+    # bool is an int to isinstance(), and an int may be too large for a float
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
@@ -202,6 +207,7 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
         return [{"sinks": sinks, "window": window, "topk": topk}]
     protected = sinks + window
     if topk is None:
+        # where no key says whether the budget counts the state, both are readings
         states = (0, state_entries) if facts["state"] is None else (facts["state"],)
         if budget < protected + states[0]:
             raise ConfigError(f"{source}: {facts.names['budget']} is {budget}, less than {protected} sinks and window")
@@ -209,6 +215,7 @@ def budgets_of(facts: Facts, state_entries: int, source: str) -> list[dict[str, 
         return [{"sinks": sinks, "window": window, "topk": k} for k in numbers]
     states = {0, state_entries, facts["state"] or 0}
     for k in (topk, topk - protected):  # a number of long-range tokens may count the protected ones
+        # budget == topk: both keys say one number, of which k is what the protected tokens leave
         if k >= 0 and (budget - protected - k in states or budget == topk != k):
             return [{"sinks": sinks, "window": window, "topk": k}]
     raise ConfigError(

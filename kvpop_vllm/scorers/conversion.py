@@ -35,6 +35,7 @@ def convert(checkpoint: Checkpoint, reading: Reading) -> tuple[ScorerConfig, lis
         decay |= _logits(layers, formula["decay"], source)
     elif formula["decay"] == "constant":
         for tensors in layers:
+            # any logit will do: both ends of the range are gamma
             tensors["decay_logit"] = torch.zeros(checkpoint.small.heads)
     config = make_config(
         checkpoint.sizes,
@@ -80,12 +81,14 @@ def arranged(checkpoint: Checkpoint, place: Mapping, layer: int, axes: tuple[str
 
 
 def _layer_tensor(checkpoint: Checkpoint, place: Mapping, name: str, layer: int, axes: tuple[str, ...]) -> torch.Tensor:
+    # a tensor of all layers has no {layer} in its name
     stacked = "{layer}" not in name
     name = name.replace("{layer}", str(layer))
     if name not in checkpoint.shapes:
         raise ConfigError(f"{checkpoint.folder} has no tensor {name}, which {MAP_NAME} names: mend the map")
     tensor, sizes = checkpoint.tensor(name), checkpoint.small
     counts = {"layer": sizes.layers, "head": sizes.heads, "in": 2 * sizes.dim}
+    # axes in parentheses share one axis of the tensor
     groups = [group.strip("()").split() for group in re.findall(r"\([^)]*\)|\S+", place["axes"])]
     words = [axis for group in groups for axis in group if axis != "1"]
     if "rows" in place:
@@ -96,6 +99,7 @@ def _layer_tensor(checkpoint: Checkpoint, place: Mapping, name: str, layer: int,
         raise _misfit(checkpoint, name, tensor, place)
     lengths = []
     for group, length in zip(groups, tensor.shape, strict=True):
+        # 0 stands for the size of out, which the tensor shows
         sizes_of_axes = [counts.get(axis, 0) for axis in group if axis != "1"]
         fixed = math.prod(size for size in sizes_of_axes if size)
         unknown = sizes_of_axes.count(0)
@@ -103,6 +107,7 @@ def _layer_tensor(checkpoint: Checkpoint, place: Mapping, name: str, layer: int,
             raise _misfit(checkpoint, name, tensor, place)
         lengths += [size or length // fixed for size in sizes_of_axes]
     tensor = tensor.reshape(lengths)
+    # axes to select from first, then ours
     order = [axis for axis in ("layer", "part", *axes) if axis in words]
     if sorted(order) != sorted(words):
         raise _misfit(checkpoint, name, tensor, place)
@@ -141,9 +146,11 @@ def _logits(layers: list[dict[str, torch.Tensor]], kind: str, source: str) -> di
     logs = raw.log() if kind == "gamma" else raw
     if not bool((logs <= 0).all()) or not bool((logs > -20).all()):
         raise ConfigError(f"{source}: the decay is said to be {kind}, and has values that are none: mend the map")
+    # the range is wider than the values, so that their logits are finite
     slack = max(float(logs.max() - logs.min()), 1e-6)
     low, high = float(logs.min()) - slack, min(0.0, float(logs.max()) + slack)
     share = ((logs - low) / (high - low)).clamp(0, 1)
     for tensors, row in zip(layers, share, strict=True):
+        # a gamma of 1 is the end of the range, whose logit is infinite
         tensors["decay_logit"] = torch.logit(row).clamp(-_AT_THE_END, _AT_THE_END).float()
     return {"min": math.exp(low), "max": math.exp(high)}

@@ -55,6 +55,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     if reason := refused_beside(shape.get("kinds", ()), carried=True):
         raise ConfigError(f"{base}: {reason}: serve it with --kv-scorer instead")
     config = json.loads((base / "config.json").read_text())
+    # folder_sizes() says the base of a full checkpoint, and config.json the checkpoint's own type
     if config["model_type"] != kind:
         raise ConfigError(f"{base} carries a scorer already: name the base model it was exported from")
     scorer, layers = read_scorer(adapter)
@@ -136,6 +137,7 @@ def _indexed(path: Path) -> list[str]:
     """Return the file names in an index."""
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        # a path would be copied to another place
         if not names or any(Path(name).name != name for name in names):
             raise ValueError(f"weight_map names the files {names}")
     except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
@@ -159,5 +161,6 @@ def _header(path: Path) -> dict[str, tuple[str, int]]:
 
 def _dtype_and_size(tensor) -> tuple[str, int]:
     dtype = tensor.get_dtype()  # such as BF16, F8_E4M3 or BOOL
+    # BOOL has no number, and takes a byte
     bits = re.search(r"\d+", dtype) or ["8"]
     return dtype, math.prod(tensor.get_shape()) * int(bits[0]) // 8

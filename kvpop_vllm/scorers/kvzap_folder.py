@@ -64,6 +64,7 @@ def read_kvzap_tensors(folder: str | Path) -> dict[str, torch.Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         with reading(path), safe_open(path, "pt") as file:
             for name in file.keys():
+                # a tensor may be there under both spellings
                 if _name(name) in tensors:
                     raise ConfigError(f"{folder}: {path.name} holds {_name(name)} a second time: {_ADVICE}")
                 tensors[_name(name)] = file.get_tensor(name)

@@ -64,6 +64,7 @@ class MLPScorer(Scorer):
     def __init__(self, config: MLPConfig, hidden: int | None = None):
         super().__init__(config)
         h, x, m = config.num_kv_heads, 2 * config.head_dim, hidden or config.head_dim
+        # unit variance of hidden units for inputs of unit variance
         self.fc1 = Dense(torch.randn(h, x, m) * x**-0.5, torch.zeros(h, m))
         self.fc2 = Dense(torch.zeros(h, m), torch.zeros(h))
 

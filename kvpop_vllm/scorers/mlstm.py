@@ -54,6 +54,7 @@ class MLSTMConfig(DecayedConfig):
     def shapes(self, names=("v_proj",)):
         """Return the shapes of one layer's tensors. ``v_proj`` is optional. See :meth:`ScorerConfig.shapes`."""
         h, x = self.num_kv_heads, 2 * self.head_dim
+        # without a projection the memory holds the token's value, of D channels
         width = "V" if "v_proj" in names else self.head_dim
         shapes = super().shapes() | {name: (h, x, "F") for name in ("q_proj", "k_proj")}
         for gate in ("igate", "fgate"):
@@ -140,6 +141,7 @@ class MLSTMWeights(TokenScorer):
                 pre-activations ``[..., H, S]``.
         """
         key = self.phi(headwise(x, self.k_proj))
+        # the second half of [k; v]
         value = x[..., x.shape[-1] // 2 :] if self.v_proj is None else headwise(x, self.v_proj)
         igate = self.softcap(headwise(x, self.igate_weight) + self.igate_bias.unsqueeze(-1))
         fgate = self.softcap(headwise(x, self.fgate_weight) + self.fgate_bias.unsqueeze(-1))

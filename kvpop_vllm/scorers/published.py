@@ -66,6 +66,7 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         window: w, default 1 for TRIM-KV, the published window for DMS, 128 for KVzap.
         topk: k, default ``M - 1`` for TRIM-KV, required for DMS, for KVzap that of B = 4,096.
     """
+    # pickles are taken here alone, since import converts them
     source = local_folder(source, files=(*FILES, *PICKLES))
     check_served(source)
     if (Path(out) / CONFIG_NAME).exists():

@@ -1,7 +1,7 @@
 """Folders of full checkpoints of other authors: their sizes, what their config says, and their tensors.
 
 Only JSON and safetensors files are opened. No code of the folder is imported. ``kvpop import`` may also read pickles,
-by torch's restricted unpickler. Errors are ConfigErrors.
+by torch's restricted unpickler.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -169,6 +169,7 @@ def _check_base_tensors(shapes: Mapping[str, tuple[int, ...]], sizes: Mapping, f
     width = sizes["num_kv_heads"] * sizes["head_dim"]
     for layer in range(sizes["num_layers"]):
         for part in ("k", "v"):
+            # a decoder that was saved alone has names without the prefix
             name = f"model.layers.{layer}.self_attn.{part}_proj.weight"
             shape = shapes.get(name, shapes.get(name.removeprefix("model.")))
             if shape is None:

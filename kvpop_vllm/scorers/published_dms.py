@@ -47,6 +47,7 @@ def _dms_settings(source: Path, raw: Mapping) -> tuple[dict, list[str]]:
     unread = set()
     if (path := source / DMS_METADATA).is_file():
         metadata = read_json(path, "copy the folder again")
+        # the settings may lie in an object config
         metadata = metadata.get("config", metadata) if isinstance(metadata, Mapping) else None
         if not isinstance(metadata, Mapping):
             raise ConfigError(f"{path} is no JSON object: copy the folder again")
@@ -125,6 +126,7 @@ def read_dms(
         notes.append(f"serve it as its base, without its code: --hf-overrides '{overrides}'")
     keys = {name for names in DMS_KEYS.values() for name in names} | {"dms_alpha_per", "dms_separate_alpha"}
     notes += unread_lines("config.json", raw.keys() - model_keys(raw, shape["model_type"]) - keys) + unread
+    # the published logit subtracts the offset, and ours adds a bias
     bias = torch.full((config.num_kv_heads,), -offset)
     if not separate:
         return config, [{"bias": bias.clone()} for _ in range(config.num_layers)], notes
@@ -150,4 +152,5 @@ def _projection(find, tensors: dict, layer: int, scale: float, bias: torch.Tenso
         raise ConfigError(f"{prefix}.input_layernorm.weight has zeros: its projection cannot be taken over")
     weight = find(f"{prefix}.self_attn.dms_proj_alpha.weight") * find(f"{prefix}.self_attn.dms_proj_alpha_norm.weight")
     more = tensors.get(f"{prefix}.self_attn.dms_proj_alpha.bias", torch.zeros(()))
+    # a bias of the projection is scaled with it
     return {"weight": weight / norm, "bias": bias + scale * more.float()}

@@ -52,6 +52,7 @@ def read_trimkv(
         raise ConfigError(f"{source}: hidden_act is {activation!r}, and gates here know silu alone")
     sinks, window, size = sinks or 0, window or 1, raw.get("memory_size")
     if topk is None:
+        # bool is an int to isinstance()
         if isinstance(size, bool) or not isinstance(size, int | float) or not 2 <= size < MAX_BUDGET:
             raise ConfigError(f"{source}: memory_size is {size!r}, which is no number of tokens: give --topk")
         topk = int(size) - sinks - window

@@ -1,7 +1,5 @@
 """Reader of full checkpoints of other authors: the only reading of the scorer that fits, or the one in a map.
 
-Errors are ConfigErrors.
-
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
@@ -49,6 +47,7 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
     )
     low, high = facts["decay_range"] or (facts["decay_min"] or DECAY_RANGE[0], facts["decay_max"] or DECAY_RANGE[1])
     dim = checkpoint.small.dim
+    # Hedgehog has D / 2 columns by default, softmax D
     by_size = {dim // 2: ["hedgehog"], dim: ["softmax"]}.get(columns, ["hedgehog", "softmax"])
     feature_maps = [facts["feature_map"]] if facts["feature_map"] else by_size
     fitting = []
@@ -56,6 +55,7 @@ def _with_formula(checkpoint: Checkpoint, pieces: Pieces) -> list[Reading]:
         feature_maps, _norms(checkpoint, pieces), _decays(checkpoint, pieces)
     ):
         features = columns * (2 if feature_map == "hedgehog" else 1)
+        # a state of F x Dv numbers takes as many as these tokens' keys and values
         budgets = budgets_of(facts, features * values // (2 * dim), source)
         ends = (facts["gamma"], facts["gamma"]) if decay == "constant" else (low, high)
         formula = {
@@ -81,6 +81,7 @@ def _norms(checkpoint: Checkpoint, pieces: Pieces) -> list[tuple[str | None, str
     name, says = pieces["norm"]["tensor"].lower(), checkpoint.facts["norm"]
     kinds = [says] if isinstance(says, str) else ["rms"] if "rms" in name else ["layer"] if "layernorm" in name or "layer_norm" in name else ["rms", "layer"]  # fmt: skip
     means = [arranged(checkpoint, pieces["norm"], i, ("head", "out")).mean() for i in range(checkpoint.small.layers)]
+    # weights around 1 are factors, and weights around 0 are added to 1
     return [(kind, "w" if float(torch.stack(means).mean()) > 0.5 else "1 + w") for kind in kinds]
 
 
@@ -94,6 +95,7 @@ def _decays(checkpoint: Checkpoint, pieces: Pieces) -> list[str]:
             )
         return ["constant"]
     name = pieces["decay"]["tensor"].rsplit(".", 1)[-1].lower()
+    # the last word of a name says nothing here
     if name in ("weight", "param"):
         name = pieces["decay"]["tensor"].rsplit(".", 2)[-2].lower()
     by_name = next((kind for hint, kind in (("logit", "logit"), ("alpha", "logit"), ("log", "log"), ("gamma", "gamma")) if hint in name), None)  # fmt: skip
@@ -140,6 +142,7 @@ def assumed(checkpoint: Checkpoint, reading: Reading) -> list[str]:
     return [f"{checkpoint.folder}: assumed, because config.json does not say it: {listed}"] if names else []
 
 
+# a checkpoint is read several times, and says this once
 @functools.cache
 def _warn_once(line: str) -> None:
     logger.warning("%s", line)

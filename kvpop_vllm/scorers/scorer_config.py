@@ -129,6 +129,7 @@ class ScorerConfig:
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""
         values = SCHEMA.header | {"scorer": self.scorer} | asdict(self)
+        # empty lists are left out, since a reader refuses keys that it does not know
         lists = {name: list(values.pop(name)) for name in _OPTIONAL}
         return values | {name: listed for name, listed in lists.items() if listed}
 

@@ -74,6 +74,7 @@ class Reading:
 def _check_place(piece: str, place: object, source: str) -> None:
     if piece not in PIECES:
         raise ConfigError(f"{source}: {piece!r} is no piece of a scorer: use {', '.join(PIECES)}")
+    # both bounds at once: keys that must be there, and keys that may
     if not isinstance(place, Mapping) or not {"tensor", "axes"} <= place.keys() <= {
         "tensor",
         "axes",
@@ -89,6 +90,7 @@ def _check_place(piece: str, place: object, source: str) -> None:
     words = [word for word in re.findall(r"\w+", place["axes"]) if word != "1"]
     groups = re.findall(r"\((?:\w+ )*\w+\)|\w+", place["axes"])
     if (
+        # joined again, the groups must give the text, so that nothing else is in it
         " ".join(groups) != place["axes"]
         or len(set(words)) < len(words)
         or set(words) - {"layer", "head", "part", "in", "out"}

@@ -2,7 +2,7 @@
 
 Published checkpoints name, stack and transpose the pieces of one formula (KVpop, appendix E) in ways of their own. A
 piece is matched by its shape and by hints in its name. All readings that fit are listed, and callers serve a
-checkpoint only where there is one. Errors are ConfigErrors.
+checkpoint only where there is one.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
@@ -105,6 +105,7 @@ def stacks(shapes: Mapping[str, tuple[int, ...]], sizes: Sizes, source: str) -> 
     """Group the names of scorer tensors into templates. ``source`` names the checkpoint in errors."""
     groups: dict[tuple, dict[str, tuple[int, ...]]] = {}
     for name in sorted(shapes):
+        # names that differ in numbers only are one group
         words = tuple("#" if word.isdecimal() else word for word in name.split("."))
         groups.setdefault(words, {})[name] = tuple(shapes[name])
     all_stacks = [stack for group in groups.values() for stack in _split(group, sizes, source)]
@@ -165,6 +166,7 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
     No pieces mean that the name hints at none. None means that the name is of a piece that no scorer has.
     """
     words = [word for word in template.split(".") if not word.startswith("{") and not word.isdecimal()]
+    # qProj is q_proj
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_") for word in words]
     bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", words[-1]) is not None
     # the last words say most: `q_proj.weight` in `mlstm.q_proj.weight`
@@ -201,6 +203,7 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
 
     def place(rest: tuple[int, ...], left: frozenset[str], begun: bool) -> Iterator[tuple[list[str], int]]:
         if not rest:
+            # a reading needs every axis
             if not left:
                 yield [], axis_sizes.get("out", 0)
             return
@@ -238,6 +241,7 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     if len(pieces) > 1:
         return _fused(stack, pieces, bias, axis_sizes, missing)
     uses = []
+    # a norm over all heads at once is another formula, which a single axis of all heads cannot rule out
     joint = pieces == ("norm",) and not _NORM_OF_HEADS.search(stack.template.lower())
     for piece in pieces or (() if bias else REQUIRED):
         piece = f"{piece} bias" if bias else piece
@@ -247,6 +251,7 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
         # one norm may be shared by all heads
         forms = [axes, ("out",)] if piece == "norm" and "head" not in stack.axes else [axes]
         for form in forms:
+            # a norm that heads share has no head axis to place
             lacking = missing - ({"head"} - set(form))
             axes_left = frozenset(set(form) - set(stack.axes) | lacking)
             for axis_order, out in patterns(stack.shape, axes_left, tuple(axis_sizes.items())):
@@ -288,6 +293,7 @@ def _divisions(names: list[str], width: int) -> Iterator[tuple[int, int, list[in
     for features in range(1, min(width, WIDEST)):
         widths = [features if PIECES[name][2] == "features" else 0 for name in names]
         rest = width - sum(widths)
+        # pieces of values need columns, and without such pieces none may be left over
         if (rest == 0) == (widths.count(0) == 0) and rest >= 0:
             yield features, rest, [part or rest for part in widths]
 
@@ -311,6 +317,7 @@ def _rows(
                 [
                     order
                     for order, _ in patterns(shape, axes_left, sizes)
+                    # rows are of heads, so that the head comes first
                     if order.split(" in")[0] in ("head", "(head out)")
                 ]
             )
@@ -355,6 +362,7 @@ def places(all_stacks: list[Stack], sizes: Sizes, source: str) -> list[Pieces]:
                 complete.append(chosen)
             return
         for pieces, implied in options[i][1]:
+            # no piece twice, and no size with two values
             if not chosen.keys() & pieces.keys() and all(bound.get(n, size) == size for n, size in implied.items()):
                 choose(i + 1, chosen | pieces, bound | implied)
 

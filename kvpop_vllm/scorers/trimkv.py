@@ -80,6 +80,7 @@ class TrimKVGate(Gate):
             setattr(self, name, nn.Linear(config.width, m, bias=not config.gated))
         if hidden_layers == 2:
             self.linear2 = nn.Linear(m, m)
+        # as the last layer is called in files
         self._last_name = "down_proj" if config.gated else f"linear{hidden_layers + 1}"
         setattr(self, self._last_name, nn.Linear(m, heads, bias=False))
         self.bias = nn.Parameter(torch.full((heads,), bias))
@@ -100,6 +101,7 @@ class TrimKVGate(Gate):
         if self.config.reads == "hidden":
             x = signals.hidden.float()
         else:
+            # [.., H, 2D] -> [.., 2HD], each head's key before its value
             x = torch.cat([signals.k, signals.v], -1).flatten(-2).float()
         if self.config.gated:
             inner = F.silu(self.gate_proj(x)) * self.up_proj(x)

@@ -31,6 +31,7 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
     defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
     config = make_config(folder_sizes(model), source="init-scorer options", **(defaults | options))
+    # the caller's random state stays as it is
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [dict(build(config).state_dict()) for _ in range(config.num_layers)]

@@ -52,15 +52,19 @@ class DisturbedSums(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run ``func``, disturbed if it is a sum."""
+        # the packet stands for all overloads of an operation
         operation = func.overloadpacket
         if operation not in _SUMS:
             return func(*args, **(kwargs or {}))
         result = func(*(self._moved(x, 1) for x in args), **(kwargs or {}))
         if operation in _REDUCTIONS:
+            # numbers of the input for each of the result
             terms = args[0].numel() // max(1, result.numel())
         elif operation in _ALONG_AN_AXIS:
+            # the axis is the first int: a boolean that follows is of another type
             terms = args[0].shape[next(x for x in args if type(x) is int)]
         else:
+            # addmm and its like have what is added first, then the factors
             terms = args[operation in _ADDED_PRODUCTS].shape[-1]
         return self._moved(result, math.sqrt(terms))
 
@@ -69,6 +73,7 @@ class DisturbedSums(TorchDispatchMode):
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
         if x.device not in self.generators:
+            # a generator draws on one device only
             self.generators[x.device] = torch.Generator(x.device).manual_seed(self.seed)
         reach = units * torch.finfo(x.dtype).eps
         return x * torch.empty_like(x).uniform_(1 - reach, 1 + reach, generator=self.generators[x.device])
@@ -85,6 +90,7 @@ def eager_runs(run: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], count
     for seed in range(count):
         with DisturbedSums(seed) as disturbed:
             results.append(run())
+        # nothing was disturbed, so that further runs would be equal
         if not disturbed.generators:
             break
     if isinstance(results[0], torch.Tensor):

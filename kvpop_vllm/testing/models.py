@@ -22,7 +22,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Standard deviations of the outputs of projections, for inputs with unit mean square.
+# standard deviations of the outputs of projections, for inputs with unit mean square
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.5, 0.7, 2.0
 
 
@@ -71,6 +71,7 @@ def write_tiny_model(
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     weights = _model_weights(config, torch.Generator().manual_seed(seed))
     weights = {name: t.to(dtype).contiguous() for name, t in weights.items()}
+    # as transformers writes it
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
@@ -92,6 +93,7 @@ def _model_weights(config: dict, generator: torch.Generator) -> dict[str, torch.
     hidden, vocab = config["hidden_size"], config["vocab_size"]
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        # in the order of the calls, so that a new tensor changes the draws of all later ones
         return std * torch.randn(*shape, generator=generator)
 
     weights = {
@@ -128,6 +130,7 @@ def _layer_weights(config: dict, normal: Callable[..., torch.Tensor]) -> dict[st
         if config["model_type"] == "qwen2":
             weights[f"self_attn.{part}_proj.bias"] = normal(rows, std=0.3)
         if config["model_type"] == "qwen3" and part != "v":
+            # a norm takes the spread of its projection away, so that its weight gives it
             weights[f"self_attn.{part}_norm.weight"] = _QK_SPREAD * (1 + normal(dim, std=0.1))
     return weights
 
@@ -188,6 +191,7 @@ def write_random_scorer(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((Path(model_dir) / "config.json").read_text())
+    # keys of a JSON object are text
     by_layer = {int(layer): keys for layer, keys in (model.get("per_layer_config") or {}).items()}
     model |= by_layer.get(layers[0], {}) if layers else {}
     dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
@@ -260,6 +264,7 @@ def _scorer_weights(
         "igate.weight": normal(pair, std=unit),
         "igate.bias": normal(std=0.5),
         "fgate.weight": normal(pair, std=unit),
+        # an open gate, so that the state reaches far back
         "fgate.bias": 2.0 + normal(std=0.5),
         "out.weight": normal(width, std=4.0 / math.sqrt(width)),
         "out.bias": normal(std=0.5),
@@ -279,6 +284,7 @@ def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]
     if config["scorer"] == "dms":
         weights = {"bias": sizes["evict"] + normal(heads, std=0.3)}
         if config["reads"] == "hidden":
+            # scores multiply by the scale, which is taken out here
             std = 1.5 / config["scale"] / math.sqrt(config["hidden_size"])
             weights["weight"] = normal(heads, config["hidden_size"], std=std)
         return weights
@@ -290,6 +296,7 @@ def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]
             return {"weight": normal(heads, width, std=unit), "bias": bias}
         weights = {"fc1.weight": normal(inner, width, std=unit), "fc1.bias": normal(inner, std=0.5)}
         return weights | {"fc2.weight": normal(heads, inner, std=out), "fc2.bias": bias}
+    # betas near 1, since scores are multiplied by ages
     weights = {"bias": 3.0 + normal(heads, std=0.5)}
     if config["gated"]:
         weights |= {f"{name}_proj.weight": normal(inner, width, std=unit) for name in ("gate", "up")}
@@ -328,6 +335,7 @@ def require_distant_influence(
     changes = []
     for position in range(0, length - distance - 1, max(1, (length - distance) // 4)):
         changed = list(prompt)
+        # another token than before, whatever it was
         changed[position] = (changed[position] + 1) % vocab
         changes.append(float((model.run(changed).logprobs[-1] - before).abs().max()))
     influence = sum(changes) / len(changes)

@@ -102,6 +102,7 @@ class OracleModel:
             added = None
             if cartridge:
                 (own_key, own_value, own_bias), slots = cartridge[layer], cartridge[layer][2].shape[1]
+                # in place, since nothing else reads this layer's keys and values
                 key[:, :slots], value[:, :slots] = own_key.to(key), own_value.to(key)
                 added = torch.zeros(key.shape[:2], dtype=key.dtype)
                 added[:, :slots] = own_bias.to(key)
@@ -169,12 +170,14 @@ class OracleModel:
                 if f"{name}.{part}_norm.weight" in self.weights:
                     y = self._norm(y, f"{name}.{part}_norm")
                 if part == "q":
+                    # before it is set to 0
                     channel, y = y[first, :, -1].clone(), y.clone()
                     y[first, :, -1] *= not borrow
                 half = self.head_dim // 2
                 turned = torch.cat([-y[..., half:], y[..., :half]], dim=-1)
                 y = y * cos + turned * sin
             if part == "q":
+                # again, since the rotation turns the partner into it
                 y[first, :, -1] *= not borrow
             parts.append(y)
         return parts[0], parts[1], parts[2], channel
@@ -189,6 +192,7 @@ class OracleModel:
         theta = rope.get("rope_theta", self.config.get("rope_theta", 10000.0))
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
         inverse = 1.0 / (theta**exponent)
+        # in float32 too, before the sine
         angle = torch.arange(length, dtype=torch.float32)[:, None] * inverse
         angle = torch.cat([angle, angle], dim=-1)
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)

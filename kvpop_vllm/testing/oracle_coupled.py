@@ -66,6 +66,7 @@ def masked_lse(
 
 def _masked_logits(query, key, visible, added, sink_logits) -> torch.Tensor:
     group = query.shape[0] // key.shape[0]
+    # query heads of a KV head are neighbours
     key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
     if added is not None:
@@ -96,12 +97,14 @@ def corrected_attention(
         rows = slice(h * group, (h + 1) * group)
         for q in range(length):
             gone = ~visible[h, q]
+            # later tokens are not seen either, and have not been evicted
             gone[q + 1 :] = False
             if gone.any():
                 count, key_mean, value_mean, covariance = moments(key[h, gone], value[h, gone])
                 evicted = value_mean + scale * query[rows, q] @ covariance.T
                 evicted_mass = math.log(count) + scale * query[rows, q] @ key_mean
                 shares = torch.stack([mass[q, rows], evicted_mass]).softmax(0).unsqueeze(-1)
+                # a view of out, which is written in place
                 retained = out[q].view(-1, size)[rows]
                 retained.copy_(shares[0] * retained + shares[1] * evicted)
     return out
@@ -124,6 +127,7 @@ class Masses(Ranking):
     def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
         tokens = torch.tensor(list(candidates))
+        # queries t to q - 1 have seen token t
         mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
         if self.how == MOMENT_RESIDUAL:
             present = torch.zeros(q, dtype=torch.bool)
@@ -136,6 +140,7 @@ class Masses(Ranking):
         tokens = torch.tensor(visible, dtype=torch.long)
         logits = self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1]) + self.added[tokens]
         self.newest = torch.zeros_like(self.newest)
+        # the sink takes its share, and no token has that
         logits = torch.cat([logits, self.sink_logits.to(logits).unsqueeze(-1)], -1)
         self.newest[tokens] = logits.softmax(-1)[:, :-1].mean(0)
         self.total = self.total + self.newest
@@ -170,6 +175,7 @@ def retained_by_attention(
         more: arguments of :func:`retained_by_ranking` by name.
     """
     added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
+    # of weight 0
     sink_logits = torch.full((len(query),), -math.inf) if sink_logits is None else sink_logits
     query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
     heads = zip(query, key, value, added, sink_logits, strict=True)

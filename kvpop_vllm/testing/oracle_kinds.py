@@ -24,10 +24,9 @@ FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attenti
 RECURRENT, HYBRID = "linear_attention", "hybrid"
 _NAME = "oracle_of_kinds"
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
-# Weights of norms of queries and keys, more than their identity. Larger spreads enlarge rounding more than influence.
+# weights of norms of queries and keys, more than their identity: larger spreads enlarge rounding more than influence
 _SELECTIVE = 0.4
-_SINK = 2.0
-# Mean logit of attention sinks.
+_SINK = 2.0  # mean logit of attention sinks
 
 S, F, C, R, H = SLIDING, FULL, CHUNKED, RECURRENT, HYBRID
 _DELTA_NET = {
@@ -132,6 +131,7 @@ def write_mixed_model(folder: str | Path, kind: str, *, seed: int = 0, **changes
         "pad_token_id": None,
     }
     options = sizes | FAMILIES[kind] | changes
+    # left out rather than null, so that the type's own default holds
     options = {name: value for name, value in options.items() if name != "head_dim" or value is not None}
     layers = options["layer_types"]
     if HYBRID in layers:  # kinds of such a model's layers follow from its type
@@ -229,6 +229,7 @@ class KindsOracle:
         """
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+        # names are global, and another oracle may have registered its own function
         ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
         self.arguments, self.inputs = (policy or OraclePolicy.full(), visible, bias), inputs or {}
         self.result = OracleRun(torch.empty(0), [], [], [], [])
@@ -282,6 +283,7 @@ class KindsOracle:
                 q[:: len(q) // len(k), :, -1] = 0
             forced = None if visible is None else visible[ordinal]
             nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
+            # without the factor, as queries that are given have none
             q_by, k_by, v_by = self.inputs.get(ordinal, (q / factor, k, v))
             options = {"hidden": self.hidden.get(layer), "channel": self.channels.get(layer), "sink_logits": sinks}
             decided = policy.decide(ordinal, q_by * factor, k_by, v_by, forced, nudged, **options)
@@ -290,6 +292,7 @@ class KindsOracle:
             mixed = policy.attend(q, k, v, decided.visible, sink_logits=sinks)
         else:
             mixed = masked_attention(q, k, v, self.visible(layer, *k.shape[:2]), sink_logits=sinks)
+        # transformers takes [B, S, Hq, D]
         return mixed.unflatten(-1, (len(q), -1)).unsqueeze(0), None
 
 

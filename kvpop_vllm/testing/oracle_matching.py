@@ -63,6 +63,7 @@ def made_slots(
     used, group, made_slots = min(QUERIES, near), len(query) // len(key), []
     for h in range(len(key)):
         k, v = (x[h, : prompt - near].double().numpy() for x in (key, value))
+        # tokens first, and heads of the group within each
         rows = [query[h * group + g, t].double().numpy() for t in range(prompt - used, prompt) for g in range(group)]
         sinks = [-math.inf if sink_logits is None else float(sink_logits[h * group + g]) for g in range(group)] * used
         made_slots.append(_made_slots(rows, sinks, k, v, count, None if biases is None else biases[h].double().numpy()))
@@ -76,12 +77,14 @@ def _made_slots(
         return MadeSlots(np.arange(count), v, np.zeros(count), math.inf, 0.0)
     weights = []
     for row, sink in zip(rows, sinks, strict=True):
+        # the sink is the last column
         logits = np.append(k @ row / math.sqrt(len(row)), sink)
         shares = np.exp(logits - logits.max())
         weights.append(shares / shares.sum())
     weights = np.stack(weights)
     weights, to_sinks = weights[:, :-1], weights[:, -1]
     scores = np.sqrt((weights**2).mean(0))
+    # sorted() is stable, so that ties keep the older token
     ranked = sorted(range(len(k)), key=lambda t: -scores[t])
     tokens = np.array(sorted(ranked[:count]))
     full = 1 - to_sinks
@@ -89,6 +92,7 @@ def _made_slots(
     shares = weights[:, tokens] * factors
     shares /= shares.sum(1, keepdims=True) + to_sinks[:, None]
     gram = shares.T @ shares
+    # relative to the mean of the diagonal
     gram += np.eye(count) * RIDGE * np.trace(gram) / count
     change = np.linalg.solve(gram, shares.T @ (weights @ v - shares @ v[tokens]))
     margin = 1 - scores[ranked[count]] / scores[ranked[count - 1]]
@@ -103,6 +107,7 @@ def _factors(masses: np.ndarray, full: np.ndarray) -> np.ndarray:
     for _ in range(SWEEPS):
         before = x.copy()
         for j in range(len(x)):
+            # the exact minimum along one coordinate, cut to the bounds
             x[j] = min(high, max(low, x[j] + (target[j] - gram[j] @ x) / gram[j, j]))
         if abs(x - before).max() < 1e-7:
             break
@@ -131,12 +136,14 @@ def outputs(
         for t in range(query.shape[1]):
             keys, values, bias = k[: t + 1], v[: t + 1], np.zeros(t + 1)
             if t >= prompt:
+                # the ring has the slots that made ones leave
                 first = max(prompt - near, t + 1 - (budget - count))
                 keys = np.concatenate([k[slots[h].tokens], keys[first:]])
                 values = np.concatenate([slots[h].values, values[first:]])
                 bias = np.concatenate([slots[h].biases, bias[first:]])
             logits = keys @ query[row, t].double().numpy() / math.sqrt(query.shape[2]) + bias
             sink = -math.inf if sink_logits is None else float(sink_logits[row])
+            # the largest exponent is 0
             shares = np.exp(np.append(logits, sink) - max(logits.max(), sink))
             out[row, t] = torch.from_numpy(shares[:-1] @ values / shares.sum())
     return out

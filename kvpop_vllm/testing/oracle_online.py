@@ -159,6 +159,7 @@ def retained_by_ranking(
         visible_tokens: list[int] = []
         for q in range(length):
             forced_tokens = None if forced_sets is None else np.flatnonzero(forced_sets[h, q]).tolist()
+            # the token that leaves the window at q
             new = {q - window} if q - window >= sinks else set()
             candidates = retained | new
             surplus = max(0, len(candidates) - room) if q >= first_eviction else 0
@@ -177,6 +178,7 @@ def retained_by_ranking(
             if judged:
                 margins[h, q] = min(margins[h, q], ranking.margin(q, rank, retained, gone, new, full))
             if gone:
+                # sets have no order, and of equal ranks the oldest token counts
                 best, lowest = max(sorted(gone), key=rank.get), min((rank[t] for t in retained), default=(NEW, 0.0))
                 lost[h, q] = best
                 if rank[best][0] == lowest[0] != NEW:
@@ -187,6 +189,7 @@ def retained_by_ranking(
                     f"head {h}, query {q}: these sets see other tokens than sinks, window and what was kept"
                 )
             visible[h, q, visible_tokens] = True
+            # a slice, since q + 1 may lie past the end
             margins[h, q + 1 : q + 2] = ranking.attend(q, visible_tokens, retained)
     visible, margins, scores, lost = map(torch.from_numpy, (visible, margins, scores, lost))
     return visible, margins, scores.to(dtype), lost
@@ -204,6 +207,7 @@ def _evicted(
     gone = {t for t in new if ranking.below(t)}
     if surplus <= len(gone):
         return gone
+    # class, then score, then age: ties evict the older token
     worst_first = sorted(candidates - gone, key=lambda t: (rank[t][0], rank[t][1] + added.get(t, 0.0), t))
     return gone | set(worst_first[: surplus - len(gone)])
 
@@ -264,6 +268,7 @@ def retained_sets_static(
             visible[h, q] = (t <= q) & ((t < sinks) | (t > q - window))
             eligible = np.arange(sinks, max(sinks, q - window + 1))
             effective = scores[h, eligible].astype(np.float64) + (q - eligible) // step * log_gamma[h]
+            # lexsort sorts by its last key first
             order = np.lexsort((eligible, effective))[::-1]
             visible[h, q, eligible[order[:topk]]] = True
     return visible

@@ -52,6 +52,7 @@ def shared_slots(shares: Sequence[Sequence[float]], topk: int) -> tuple[tuple[in
 
     All heads up to one have together the nearest whole number of slots.
     """
+    # fractions, since sums of floats depend on their order
     parts = [Fraction(part) for layer in shares for part in layer]
     upto = [round(sum(parts[: i + 1]) / sum(parts) * len(parts) * topk) for i in range(len(parts))]
     slots = iter(b - a for a, b in zip([0, *upto], upto, strict=False))
@@ -127,7 +128,7 @@ class OraclePolicy:
     @classmethod
     def full(cls) -> OraclePolicy:
         """Return a policy that keeps everything."""
-        return cls(RECENCY, sinks=0, window=2**62, topk=0)
+        return cls(RECENCY, sinks=0, window=2**62, topk=0)  # no token ever leaves this window
 
     @property
     def budget(self) -> int:
@@ -245,8 +246,10 @@ class OraclePolicy:
         if self.adaptive_head_budgets:
             topk, divide = divided_slots(biased, self.prompt, *shape)
         rule = {"step": self.step, "ages": self.ages, "threshold": self.threshold, "first_eviction": self.prompt}
+        # sets are made with the biases, and judged without them
         if forced is None:
             forced = retained_by_scores(biased, decay, *shape[:2], topk, **rule)[0]
         _, margins, _, lost = retained_by_scores(scores.numpy(), decay, *shape[:2], topk, **rule, forced=forced)
+        # the comparison across heads is a decision of the prompt's last token
         margins[:, self.prompt : self.prompt + 1].clamp_max_(divide)
         return LayerDecisions(forced, margins, scores, lost)

@@ -12,6 +12,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 def _mix(x: int) -> int:
     """Return SplitMix64's finalizer of ``x``."""
+    # words wrap at 64 bits, and Python's integers do not
     x &= _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD

@@ -69,11 +69,13 @@ def sampled_mass(
     weight = torch.zeros(len(candidates), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
         weight += head.logits(q, candidates).softmax(-1)[:, : len(candidates)].mean(0) / queries
+    # neighbours beyond the ends count as 0
     padded, ranked = torch.nn.functional.pad(weight, (2, 2)), candidates[sinks:]
     near = (sum(padded[i : i + len(candidates)] for i in range(5)) / 5).tolist()
     value = head.value[ranked]
     spread = dict(zip(ranked, (value.amax(1) - value.amin(1)).tolist(), strict=True))
     by_spread = sorted(spread, key=lambda t: (spread[t], t), reverse=True)
+    # sinks are part of the quarter
     large = by_spread[: max(0, len(candidates) // 4 - sinks)]
     rank = {}
     for i, t in enumerate(ranked, start=sinks):
@@ -104,8 +106,10 @@ def redundancy(
     for i, row in enumerate((cosine > 0.5).tolist()):
         similar = [j for j, above in enumerate(row) if above]
         if similar:
+            # the newest of several similar tokens is spared
             cosine[i, similar[-1]] = 0
     redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
+    # redundancies of tokens in the window are left over
     value = [0.1 * mass - 0.9 * other for mass, other in zip(importance, redundant, strict=False)]
     return {t: (_DRAWN, value[i]) for i, t in enumerate(candidates) if i >= sinks}, closest
 
@@ -138,6 +142,7 @@ class Rounds(Ranking):
 
     def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
         """Run a round if it is due, and return its margin."""
+        # infinity leaves a remainder, so that heads without rounds have none
         if (q + 1) % self.every or not retained:
             return math.inf
         tokens = [*range(self.sinks), *sorted(retained)]

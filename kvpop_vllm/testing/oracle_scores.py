@@ -33,6 +33,7 @@ def read_scorer(folder: str | Path) -> dict:
     tensors = load_file(folder / "kvpop_scorer.safetensors")
     layers: list[dict] = [{} for _ in range(config["num_layers"])]
     for name, tensor in tensors.items():
+        # tensors' own names may have dots
         _, index, short = name.split(".", 2)
         layers[int(index)][short] = tensor.to(torch.float64)
     return {"config": config, "layers": layers}
@@ -102,6 +103,7 @@ def _log_beta(
     """Return TRIM-KV's gate, the log of ``beta = 1 / (1 + exp(-a))``, ``[H, S]``."""
     x = hidden
     if config["reads"] == "kv":
+        # k_1, v_1, k_2, v_2, and so on
         pairs = [part[head] for head in range(len(keys)) for part in (keys, values)]
         x = torch.cat(pairs, dim=-1)
     if config["gated"]:
@@ -123,6 +125,7 @@ def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch
     read = channel if config["reads"] == "query" else (hidden @ params["weight"].T).T
     score = -(config["scale"] * read + params["bias"][:, None])
     if config["shifted"]:
+        # the next token's logit decides, and the last token has none
         score = torch.cat([score[:, 1:], torch.full_like(score[:, :1], math.nan)], dim=1)
     return score
 
@@ -197,12 +200,14 @@ def _mlstm_scores(
         memory = keep[:, None, None] * memory
         memory = memory + add[:, None, None] * key[:, q, :, None] * value[:, q, None, :]
         norm = keep[:, None] * norm + add[:, None] * key[:, q]
+        # the state after token q reads out token q - delay
         if q >= begins + delay:
             states.append((memory, norm, m))
     scores = x.new_full((heads, length), math.nan)
     if states:
         read = slice(begins, length - delay)
         memory, norm, m = map(torch.stack, zip(*states, strict=True))
+        # the norm is stored divided by exp(m), and so is what is added to it
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
         read_queries, read_inputs = query[:, read].transpose(0, 1), x[:, read].transpose(0, 1)
         numerator = torch.einsum("uhp,uhpv->uhv", read_queries, memory)

@@ -49,7 +49,9 @@ class LayerStatistics:
         plain_excess = norm[:, half:] - plain.abs()
         for i, t in enumerate(tokens):
             rotated, rest = torch.complex(key[t, :half], key[t, half : 2 * half]), key[t, 2 * half :]
+            # turned back to position 0
             base = rotated * _unit(-t * turns, dtype)
+            # distances are counted from the last token + 1
             turned = _unit((last + 1 - t + DISTANCES).unsqueeze(1) * turns, dtype)  # [distances, pairs]
             later = query.unsqueeze(1) * turned
             scores[:, i] += (later * base.conj()).real.sum(2).mean(1)

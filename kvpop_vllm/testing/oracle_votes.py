@@ -39,6 +39,7 @@ def vote_scores(
                     logits = torch.cat([logits, sink_logits[h * group + g].to(logits).view(1)])
                 votes += logits.softmax(0)[:first] / (voters * group)
         for t in range(max(0, prompt - window)):
+            # neighbours beyond the ends count as 0, since the sum is always divided by five
             near = votes[max(0, t - NEIGHBOURS // 2) : t + NEIGHBOURS // 2 + 1]
             scores[h, t] = (near.sum() / NEIGHBOURS).clamp_min(_LEAST).log()
     return scores
@@ -64,6 +65,7 @@ def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk
         return [topk] * heads, math.inf
     counts, contested = [0] * heads, []
     for h in range(heads):
+        # ties keep the newer token
         ranked = sorted(tokens, key=lambda t: (-scores[h][t], -t))
         counts[h] = max(0, budget // 5 - sinks - window)
         contested += [(-scores[h][t], -t, h) for t in ranked[counts[h] :]]
