@@ -62,7 +62,7 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
     if bench.small:
         sizes, shape = dict(length=32, window=[4], topk=[8]), dict(head_dim=16, layers=1, q_heads=2, kv_heads=1)
         steps = 1
-    common = dict(batch=1, samples=16, kl_top=32, dtype="float32", train_base=trains_base)
+    common = dict(batch=1, samples=16, lists=4, listwise=1.0, kl_top=32, dtype="float32", train_base=trains_base)
     recipe, results = dataclasses.replace(PAPER, **sizes, **common), []
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", "llama", **shape)
