@@ -1,8 +1,8 @@
 """Distillation on a GPU: the trainer's steps on models of SmolLM2-135M's and Qwen3-8B's shape, tokens a second and memory.
 
-A step is one row of 8,192 tokens, and scorers alone of a model of Qwen3-8B's shape take one of 16,384. With a frozen base only scorers are trained, by the boundary loss: a KL at
-the output would not reach them. If the base is trained too, there is a KL to the top 256 tokens of the
-initial model, which runs row by row; its pass counts.
+A step is one row of 8,192 tokens, of 16,384 with Qwen3-8B's shape. With a frozen base only scorers are trained, by the
+boundary loss: a KL at the output would not reach them. If the base is trained too, there is a KL to the top 256 tokens of
+the initial model, which runs row by row; its pass counts.
 """
 
 from __future__ import annotations
