@@ -18,9 +18,10 @@ from torch.distributed.run import get_args_parser as torchrun_parser
 from kvpop_vllm.cli import SERVING_PLAN, TRAINING_PLAN, make_parser
 from kvpop_vllm.distill.command import _refuse_options_of_others, recipe_of
 from kvpop_vllm.distill.hub_data import HubData
-from kvpop_vllm.distill.memory import Run, Sizes
+from kvpop_vllm.distill.memory import FLOAT, Run, Sizes
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.training_plan import lines_of
+from kvpop_vllm.testing import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -97,10 +98,15 @@ def test_four_layers(tmp_path, size, gpus, changes):
 
 
 @pytest.mark.slow
-def test_two_processes_take_what_the_model_says(model, tmp_path):
-    """The bytes of real shards; activations are those of other kernels than a GPU's."""
+def test_two_processes_take_what_the_model_says(tmp_path):
+    """The bytes of real shards, and at the peak those of gathered parameters and of gradients that are being added.
+
+    Activations are those of other kernels than a GPU's. The memory model counts no gathered scorers: one is 0.5% of a
+    layer of Qwen3-8B, and 6% here.
+    """
     check_tracker()
-    outcome = launch(model, tmp_path, processes=2, script="measure_tiny.py")
+    model = write_tiny_model(tmp_path / "model", "qwen3", hidden=128)
+    outcome = launch(model, tmp_path / "out", processes=2, script="measure_tiny.py")
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
     assert lines, outcome.stderr[-3000:]
     measurement = json.loads(lines[0].removeprefix("BYTES"))
@@ -109,6 +115,12 @@ def test_two_processes_take_what_the_model_says(model, tmp_path):
     for part in ("parameters", "gradients", "optimizer", "teacher"):
         expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
         assert lasting[part] == pytest.approx(expected, rel=0.1), (part, lasting, measurement)
+    moment, counted = run.peak()
+    assert moment == "backward pass of a layer"
+    gathered, reduced = (sum(measurement[kind] for kind in KINDS[part]) for part in ("gathered", "reduced"))
+    assert reduced == pytest.approx(counted["reduced"], rel=0.1)
+    scorers = FLOAT * run.sizes.layers * run.sizes.scorer
+    assert 0.9 * counted["gathered"] < gathered < 1.1 * counted["gathered"] + scorers < 2 * counted["gathered"]
 
 
 @pytest.mark.parametrize("options", ["", "--no-train-base --gpus 1"])
