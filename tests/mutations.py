@@ -385,6 +385,14 @@ FAULTS = {
             "tests/engine/test_kinds.py -k 'gemma3_text-kvpop and turns'",
         ),
     ],
+    "kvpop_vllm/vllm_glue/run/prompt_endings.py": [
+        # an ending with a hash in it is not learned, or one of another salt is
+        (
+            "(request.num_prompt_tokens - «LONGEST→0») // self.unit",
+            "tests/engine/test_snapshots.py -k without_the_ending",
+        ),
+        ("if «salt == request.cache_salt→True»)", "tests/engine/test_snapshots.py -k without_the_ending"),
+    ],
     "kvpop_vllm/vllm_glue/run/block_copies.py": [
         # what lies in the padding of another layer's page is not copied
         ("reverse=«True→False»", "tests/engine/test_kinds.py -k 'gemma3_text-kvpop and turns'"),

@@ -55,6 +55,15 @@ def test_the_demo_models_numbers(planned):
     assert rows["attention-matching", 1000][1] == f"{16 * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
 
 
+@pytest.mark.parametrize("protect, blocks", [(0, 16), (2000, 48), (2048, 48), (4000, 79)])
+def test_protected_tokens_may_be_of_answers(planned, protect, blocks):
+    """Blocks of 64: the first N tokens, whatever the prompt's length, and a tail of 1,020 tokens or, without them, 1,024."""
+    options = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024", "--protect-prompt", str(protect)
+    for length in ((), ("--prompt-length", "500")):
+        _, rows = planned(DEMO, *options, *length)
+        assert rows["streaming-llm", 1024][1] == f"{blocks * 64 * 264 * 3 * 30 / 2**20:.1f} MiB"
+
+
 def test_drafts(planned):
     """Four staged drafts take a block, with queries or without. A state of 64 x 65 + 1 floats leaves room for none.
 

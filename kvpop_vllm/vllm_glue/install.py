@@ -46,7 +46,6 @@ CONDITIONS: dict[str, Callable[[Any], bool]] = {
     "policy": lambda policy: policy is not None,
     "cartridges": lambda policy: policy is not None and bool(policy.settings.cartridge or _loads_cartridges()),
     "loading cartridges": lambda policy: policy is not None and _loads_cartridges(),
-    "rounds": lambda policy: policy is not None and policy.in_rounds,
     "inspect page": lambda policy: policy is not None and bool(policy.settings.inspect),
     "CPU": lambda policy: policy is not None and _on_cpu(),
     "model runner V2": lambda policy: policy is not None and not _on_cpu() and _has_runner_v2(),

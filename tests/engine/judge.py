@@ -23,6 +23,14 @@ MOST_NEAR_TIES = 1e-3
 """Largest share of decisions that may differ as near-ties."""
 
 
+class Held(NamedTuple):
+    """Tokens held by a request after one layer call: after ``tokens_seen`` tokens, ``new`` of them in this step."""
+
+    tokens_seen: int
+    new: int
+    positions: list[list[int]]  # per head, sorted
+
+
 class Nudge(NamedTuple):
     """A near-tie that the oracle decides like the engine: ``token`` scores ``by`` more."""
 
@@ -84,7 +92,7 @@ class Judge:
 
         Args:
             answers: request id -> finished ``RequestOutput``.
-            retained: request id -> layer -> the recorder's ``Held``.
+            retained: request id -> layer -> :class:`Held`, in order.
 
         Raises:
             AssertionError: a set, a log-probability or a token differs by more than rounding explains.
@@ -113,7 +121,7 @@ class Judge:
 
         Args:
             tokens: all tokens that were processed.
-            retained: layer -> the recorder's ``Held``.
+            retained: layer -> :class:`Held`, in order.
             bounds: one per layer, see ``derived_margin_bound``.
             name: name of the request for messages.
             prompt: number of tokens that are the prompt.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
+from engine.judge import Held
 
 from kvpop_vllm.cache.divided_heads import load_page_table
 from kvpop_vllm.config import protected_tokens
@@ -14,14 +15,6 @@ from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.rules.retained import held_after_prompt, held_tokens
 from kvpop_vllm.vllm_glue.run.backend import FixedBudgetImpl
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
-
-
-class Held(NamedTuple):
-    """Tokens held by a request after one layer call: after ``tokens_seen`` tokens, ``new`` of them in this step."""
-
-    tokens_seen: int
-    new: int
-    positions: list[list[int]]  # per head, sorted
 
 
 class Blocks(NamedTuple):

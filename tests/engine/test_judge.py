@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 import torch
 from engine.driving import one_thread
-from engine.judge import Nudge
-from engine.recorder import Held
+from engine.judge import Held, Nudge
 from engine.test_fidelity import EVERY, STEPS
 
 from kvpop_vllm.testing import random_prompt

@@ -124,6 +124,26 @@ def test_an_answer_in_other_tokens_costs_itself_alone(engine):
     assert third.kv_transfer_params["kv_report"]["snapshot_tokens"] == third.num_cached_tokens
 
 
+@pytest.mark.parametrize("ending", [[250, 251], [250, 251, 252, 253, 250, 252, 254]], ids=len)
+def test_a_prompt_goes_on_without_the_ending_that_its_template_leaves_out(engine, ending):
+    """The first turn that leaves an ending out teaches it. From then on a turn costs what comes after the prompt before."""
+    for first in (95, 94, 93):  # hashes lie before, within and after the ending
+        history, before = unlike(first, seed=first), []
+        for number in range(3):
+            fillers = [Job(prompt=unlike(60, 70 + number), new=20, scored=False)]
+            answers = engine.serve([Job(prompt=[*history, *ending], new=9, scored=False), *fillers])
+            engine.check(answers)
+            name = engine.names["0"]
+            expected = len(before)
+            if first < 95 or number > 1:
+                assert answers[name].num_cached_tokens == expected
+                assert engine.chunks(name)[:2] == [len(history) - expected, len(ending)]
+            before, history = history, [*history, *answers[name].outputs[0].token_ids[3:], *unlike(25, 80 + number)]
+    alone = [Job(prompt=[*unlike(95, seed=8), *ending], new=9, scored=False, salt="a")]
+    (name,) = engine.serve(alone)
+    assert engine.chunks(name)[0] == 95 + len(ending), "each salt learns its own"
+
+
 def test_two_turns_from_one_snapshot(engine):
     """Two requests of one step go on from the same blocks, each in copies of its own."""
     history = whole(turn(engine, [], seed=20))

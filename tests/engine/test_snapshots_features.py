@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import contextmanager
 
 import pytest
-from engine.driving import Job, Judges, watched
+from engine.driving import Job, Judges, preempt_all, watched
 from engine.judge import Judge
 from engine.test_cartridges import SLOTS, Served, named, write
 from engine.test_executors import a_core_for_each_of_two  # noqa: F401
@@ -13,6 +14,7 @@ from engine.test_sharing_features import adapter
 from engine.test_snapshots import chats, next_prompt, turn, whole
 from engine.tiny_engine import running
 from policies.matrix import SHARES
+from vllm import SamplingParams
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.testing import random_prompt, write_tiny_model
@@ -109,8 +111,6 @@ def test_cartridges(case, tmp_path, protect):
 
 def ask(llm, prompt: list[int], new: int = 20, salt: str | None = None):
     """Return the greedy answer of an engine."""
-    from vllm import SamplingParams
-
     params = SamplingParams(temperature=0, max_tokens=new, detokenize=False, ignore_eos=True)
     text = {"prompt_token_ids": prompt} | ({} if salt is None else {"cache_salt": salt})
     (answer,) = llm.generate([text], params, use_tqdm=False)
@@ -169,8 +169,9 @@ def test_two_workers(alone, workers):
         assert conversation(llm) == history
 
 
-def test_asynchronous_scheduling(alone, monkeypatch):
-    """A step is scheduled before the one before has its token: the token in flight is part of a snapshot."""
+@pytest.fixture
+def asynchronous(alone, monkeypatch):
+    """Return a function that starts an engine with asynchronous scheduling, which vLLM turns off on a CPU."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
@@ -180,21 +181,68 @@ def test_asynchronous_scheduling(alone, monkeypatch):
         update(cls, config)
         config.scheduler_config.async_scheduling = True
 
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
-    matrix_case, history = alone
-    with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True) as llm:
-        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert isinstance(scheduler, AsyncScheduler)
-        assert conversation(llm) == history
+    @contextmanager
+    def start(**options):
+        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
+        matrix_case, _ = alone
+        with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True, **options) as llm:
+            scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+            assert isinstance(scheduler, AsyncScheduler)
+            yield llm, scheduler
+
+    return start
+
+
+def test_asynchronous_scheduling(alone, asynchronous):
+    """A step is scheduled before the one before has its token: the token in flight is part of a snapshot."""
+    with asynchronous() as (llm, scheduler):
+        assert conversation(llm) == alone[1]
         ask(llm, random_prompt(90, seed=7), new=1)
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
         assert not any(manager._pending_cow_copies for manager in managers), "copies for a request that has ended"
         assert llm.reset_prefix_cache()
 
 
+def test_asynchronous_scheduling_under_load(asynchronous):
+    """Chats whose prompts are cut, preempted and have an ending of their template have the tokens of turns from scratch."""
+    ending = [250, 251]
+    with asynchronous(max_num_batched_tokens=48, num_gpu_blocks_override=301) as (llm, scheduler):
+        histories, hits = [random_prompt(70 + 9 * i, seed=i) for i in range(5)], []
+        for number in range(3):
+            prompts = [[*history, *ending] for history in histories]
+            answers = together(llm, prompts, random_prompt(100, seed=90 + number), scheduler)
+            for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+                scratch = ask(llm, prompt, salt=f"{number} {i}")
+                assert scratch.num_cached_tokens == 0
+                assert answer.outputs[0].token_ids == scratch.outputs[0].token_ids
+            hits.append([answer.num_cached_tokens for answer in answers])
+            histories = [
+                [*history, *answer.outputs[0].token_ids[5:], *random_prompt(25, seed=10 * number + i)]
+                for i, (history, answer) in enumerate(zip(histories, answers, strict=True))
+            ]
+        assert hits[2] == [70 + 9 * i + 15 + 25 for i in range(5)] and llm.reset_prefix_cache()
+
+
+def together(llm, prompts: list[list[int]], aborted: list[int], scheduler) -> list:
+    """Return the answers to prompts that run at once, next to one that is aborted; all are preempted once."""
+    engine = llm.llm_engine
+    for i, prompt in enumerate([*prompts, aborted]):
+        params = SamplingParams(temperature=0, max_tokens=20, detokenize=False, ignore_eos=True)
+        name = engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+    finished, steps = {}, 0
+    while engine.has_unfinished_requests():
+        finished |= {int(answer.request_id): answer for answer in engine.step() if answer.finished}
+        steps += 1
+        if steps == 12:
+            preempt_all(scheduler)
+        if steps == 15:
+            engine.abort_request([name], internal=True)
+    return [finished[i] for i in range(len(prompts))]
+
+
 def test_two_data_parallel_engines(alone):
     """A turn that goes to the other engine is computed from its first token, and has the same answer."""
-    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm import AsyncEngineArgs
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.judge import Held
 from engine.matrix import MATRIX
 from hf.prompts import distinct, padded
 from policies.matrix import MILD_SHARES, SHARES
@@ -80,7 +81,7 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
 
 
 def _held(visible, prompt):
-    """Return one layer's ``[H, seen]`` booleans as the judge takes them."""
+    """Return one layer's ``[H, tokens seen]`` booleans as the judge takes them."""
     length = visible.shape[1]
     new = length if length == prompt else 1
-    return SimpleNamespace(seen=length, new=new, positions=[row.nonzero().flatten().tolist() for row in visible])
+    return Held(length, new, [row.nonzero().flatten().tolist() for row in visible])

@@ -51,6 +51,8 @@ PROCESSES, PATIENCE_S = 4, 900
 LEAST = 5
 """Fewest quiet points that memory is judged by; rounds go on until there are as many."""
 OUTCOMES = "answered", "refused", "aborted", "killed", "lost"
+ENDING = [3, 4]
+"""Tokens with which half of the prompts of later turns end, and which the turn after them leaves out."""
 SERVED = "--kv-policy streaming-llm --kv-budget 256 --kv-max-budget 512 --kv-max-protect all --max-model-len 2048"
 """Options of the server if none are given. The pool holds about six of the largest requests."""
 SERVED += " --kv-cache-memory-bytes 268435456"
@@ -331,7 +333,7 @@ def client(load: dict) -> None:
                 say(name=f"{thread}-{number}")
                 outcome, detail, answer = send(http, way, body, draw)
                 if answer:
-                    chat = body | {"prompt": body["prompt"] + answer}
+                    chat = body | {"prompt": without_ending(body["prompt"]) + answer}
                 say(name=f"{thread}-{number}", outcome=outcome, detail=detail)
                 if time.time() > until:
                     return
@@ -395,12 +397,19 @@ def next_turn(draw: random.Random, load: dict, chat: dict) -> tuple[str, dict] |
     if not chat or room < 8 or draw.random() < 0.5:
         return None
     added = tokens(draw, load, log_uniform(draw, room // 2))
+    if room > len(added) + len(ENDING) and draw.random() < 0.5:
+        added += ENDING
     new = log_uniform(draw, min(load["length"] // 8, room - len(added)))
     return "whole", chat | {"prompt": chat["prompt"] + added, "max_tokens": new}
 
 
+def without_ending(prompt: list[int]) -> list[int]:
+    """Return a prompt as the next turn of its chat has it."""
+    return prompt[: -len(ENDING)] if prompt[-len(ENDING) :] == ENDING else prompt
+
+
 def log_uniform(draw: random.Random, largest: int) -> int:
-    """Return a number from 1 to ``most``; small ones are as likely as large ones."""
+    """Return a number from 1 to ``largest``; small ones are as likely as large ones."""
     return min(largest, round(largest ** draw.random()))
 
 

@@ -56,20 +56,24 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
 
 
 def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
-    """Wrap the end of a step's planning: cut the drafts of each request where a round of eviction is due.
+    """Wrap the end of a step's planning: cut drafts where a round of eviction is due, prompts where a snapshot is due.
 
-    The blocks that cut drafts would have needed have been claimed; later tokens take them.
+    The blocks that cut tokens would have needed have been claimed; later tokens take them.
     """
     scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
-    in_rounds = [manager for manager in _managers(self.kv_cache_manager.coordinator) if manager.kv_cache_spec.rounds]
-    for name, tokens in [*drafts.items()] if in_rounds else ():
-        room = in_rounds[0].most_drafts(name, self.requests[name].num_computed_tokens)
-        if (left_out := len(tokens) - room) > 0:
-            scheduled[name] -= left_out
-            scheduler_output.total_num_scheduled_tokens -= left_out
-            drafts[name] = tokens[:room]
+    ours, snapshots = _managers(self.kv_cache_manager.coordinator), _snapshots(self)
+    for name, tokens in scheduled.items() if ours else ():
+        request, left_out = self.requests[name], 0
+        if name in drafts and ours[0].kv_cache_spec.rounds:
+            room = ours[0].most_drafts(name, request.num_computed_tokens)
+            left_out = max(0, len(drafts[name]) - room)
+            drafts[name] = drafts[name][:room]
             if not room:
                 del drafts[name]
+        elif snapshots is not None:
+            left_out = snapshots.past_prompt_end(request, tokens)
+        scheduled[name] -= left_out
+        scheduler_output.total_num_scheduled_tokens -= left_out
     return original(self, scheduler_output, *args, **kwargs)
 
 

@@ -6,7 +6,7 @@ blocks of vLLM's prefix cache do, until the pool needs them. A request that goes
 them.
 
 An answer that comes back in other tokens, without its thinking for example, does not match what was held at its end.
-What was held at its prompt's end does.
+What was held at its prompt's end does, or before the prompt's ending (:mod:`prompt_endings`).
 
 Layers with windows or chunks have block managers of vLLM's, whose blocks are never written again once they are full. A
 snapshot shares those that the next token needs, and vLLM copies the last one where it is not full.
@@ -25,6 +25,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 from kvpop_vllm.requests import RequestSlots, protects_prompt
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
+from kvpop_vllm.vllm_glue.run.prompt_endings import PromptEndings
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -118,7 +119,9 @@ class Snapshots:
         self._by_key: dict[Key, dict[int, dict[tuple[int, ...], Snapshot]]] = {}  # by number of tokens, by tokens
         self._by_block: dict[int, list[Snapshot]] = {}
         self._digests: Counter[bytes] = Counter()
+        self._endings = PromptEndings(self._unit)
         self._requests: dict[str, Request] = {}
+        self._prompt_ends: dict[str, int] = {}  # tokens of each request's prompt, without its ending
         self._adopted: dict[tuple[str, int], Snapshot] = {}
         self._movers: set[str] = set()
         self._outdated: set[str] = set()
@@ -130,7 +133,10 @@ class Snapshots:
 
     def begin(self, request: Request) -> None:
         """Remember a request that is about to begin."""
-        self._requests[request.request_id] = request
+        if self._requests.get(request.request_id) is not request:
+            self._requests[request.request_id] = request
+            self._endings.learn(request)
+            self._prompt_ends[request.request_id] = request.num_prompt_tokens - self._endings.length(request)
 
     def take(self, request: Request) -> None:
         """Take a snapshot of a request that ends now and still has its blocks, unless one like it is there.
@@ -145,14 +151,26 @@ class Snapshots:
         if length <= request.num_tokens and self._fits(request, length):
             self._take(request, length, self._groups(request, length))
 
+    def past_prompt_end(self, request: Request, scheduled: int) -> int:
+        """Return how many of the tokens of a request's next step come after an end of its prompt that it has not reached."""
+        end, computed = self._prompt_ends.get(request.request_id, 0), request.num_computed_tokens
+        if (
+            end == request.num_prompt_tokens
+            or not computed < end < computed + scheduled
+            or not self._fits(request, end)
+        ):
+            return 0
+        return computed + scheduled - end
+
     def take_prompt(self, request: Request) -> None:
         """Take a snapshot of a request whose next step begins at its prompt's end, if the pool has room for copies.
 
         Copied is what the request writes to. It holds all blocks that it needs for that step.
         """
-        length, pool = request.num_prompt_tokens, self.manager.block_pool
+        length, pool = self._prompt_ends.get(request.request_id), self.manager.block_pool
         if request.num_computed_tokens != length or request.is_finished() or not self._fits(request, length):
             return  # with asynchronous scheduling it may have ended in the step before
+        self._endings.remember(request)
         columns = self._columns(self.manager.requests[request.request_id], length)
         groups = [[*group] for group in self._groups(request, length)]
         copied = sum(part.end - part.written for part in columns)
@@ -349,6 +367,7 @@ class Snapshots:
         self._movers.discard(request_id)
         self._outdated.discard(request_id)
         self._requests.pop(request_id, None)
+        self._prompt_ends.pop(request_id, None)
         self.lengths.pop(request_id, None)
 
     def hit(self, computed: Sequence[KVCacheBlock]) -> Snapshot | None:
