@@ -186,6 +186,7 @@ class Reversed(Trainer):
         return super().one_pass(row - number + self.recipe.batch - 1 - number, passes)
 
 
+@pytest.mark.slow
 @one_thread()
 def test_two_processes_equal_one_in_bfloat16(model, tmp_path, complete):
     """Parameters are computed with in bfloat16, sums of gradients are float32, and the teacher is sharded.
