@@ -12,11 +12,13 @@ from kvpop_vllm.kernels.triton._softmax import faded
 from kvpop_vllm.kernels.triton._tiles import MASS, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["queries", "length", "first", "window", "reach"])
 def _mass(
     q, k, lse, out,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    heads, length, window,
+    heads, queries, length,  # H, Q, S
+    first,  # position of the first query
+    window,
     reach,  # the last query of key t is t + reach
     scale,
     P: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -29,17 +31,18 @@ def _mass(
     k += batch * stride_kb + (query_head // P.group) * stride_kh
     block_k = load_rows(k + keys.to(tl.int64) * stride_ks, keys < length, P)
     q += batch * stride_qb + query_head * stride_qh
-    lse += row * length
+    lse += row * queries
 
     top = tl.full([BLOCK_K], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_K], tl.float32)
-    for first in range(start + window, tl.minimum(length, start + BLOCK_K + reach), BLOCK_Q):
-        queries = first + tl.arange(0, BLOCK_Q)
-        inside = queries < length
-        block_q = load_rows(q + queries.to(tl.int64) * stride_qs, inside, P)
-        normaliser = tl.load(lse + queries, mask=inside, other=0.0) * LOG2E
+    begin = tl.maximum(start + window - first, 0)
+    for query in range(begin, tl.minimum(start + BLOCK_K + reach - first, queries), BLOCK_Q):
+        rows = query + tl.arange(0, BLOCK_Q)
+        inside = rows < queries
+        block_q = load_rows(q + rows.to(tl.int64) * stride_qs, inside, P)
+        normaliser = tl.load(lse + rows, mask=inside, other=0.0) * LOG2E
         logits = tl.dot(block_k, tl.trans(block_q), input_precision=PRECISION) * (scale * LOG2E) - normaliser[None, :]
-        age = queries[None, :] - keys[:, None]
+        age = first + rows[None, :] - keys[:, None]
         logits = tl.where((age >= window) & (age <= reach) & inside[None, :], logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         pivot, fade = faded(top, new_top)
@@ -53,29 +56,30 @@ def _mass(
 @torch.library.custom_op(
     "kvpop::future_attention_mass",
     mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor lse, int window, int reach, float scale) -> Tensor",
+    schema="(Tensor q, Tensor k, Tensor lse, int first, int window, int reach, float scale) -> Tensor",
 )
-def _log_mass(q, k, lse, window, reach, scale):
-    batch, query_heads, length, size = q.shape
+def _log_mass(q, k, lse, first, window, reach, scale):
+    (batch, query_heads, queries, size), length = q.shape, k.shape[2]
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     lse = lse.float().contiguous()
-    out = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, query_heads, length, dtype=torch.float32, device=q.device)
     config = Heads(size=size, group=query_heads // k.shape[1], wide=q.dtype == torch.float32)
     tile = tile_of(MASS, config.wide, size)
     _mass[triton.cdiv(length, tile.keys), batch * query_heads](
-        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1], length, min(window, length), reach, scale,
+        q, k, lse, out, *q.stride()[:3], *k.stride()[:3], k.shape[1], queries, length, first, window, reach, scale,
         P=config, BLOCK_Q=tile.rows, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
 
 @_log_mass.register_fake
-def _(q, k, lse, window, reach, scale):
-    return q.new_empty(q.shape[:-1], dtype=torch.float32)
+def _(q, k, lse, first, window, reach, scale):
+    return q.new_empty(*q.shape[:2], k.shape[2], dtype=torch.float32)
 
 
-def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
+def future_attention_mass(q, k, lse, *, window, scale, lookahead=None, first=0):
     """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
-    common, length = common_dtype("future_attention_mass", q, k), q.shape[2]
-    reach = length if lookahead is None else min(length, window + lookahead)
-    return _log_mass(q.to(common), k.to(common), lse, window, reach, scale)
+    common, end = common_dtype("future_attention_mass", q, k), first + q.shape[2]
+    window = min(window, end)  # of numbers that fit 32 bits
+    reach = end if lookahead is None else min(end, window + lookahead)
+    return _log_mass(q.to(common), k.to(common), lse, first, window, reach, scale)

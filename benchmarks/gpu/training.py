@@ -15,7 +15,10 @@ from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
 
 from gpu.clock import bandwidth, milliseconds
 from gpu.sections import HEADS, KV_HEADS, SIZE, Bench, Case, within
+from kvpop_vllm.distill.listwise import listwise_loss
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.roles import Retention
 
 SINKS, WINDOW, LENGTH = 4, 512, 16384
 
@@ -72,17 +75,18 @@ def _right(bench: Bench, kernel, exact, inputs, grad, names: list[str]) -> Itera
 
 
 def mass_right(bench: Bench) -> Iterator[dict]:
-    """Check masses with and without a look-ahead."""
+    """Check masses with and without a look-ahead, and those from a part of a row's queries."""
     length, size = (70, 16) if bench.small else (700, 128)
     q, k, _ = _qkv(bench, length, size, 2)
     lse = 3 + _draw(bench, 5, *q.shape[:3], dtype=torch.float32)
-    for lookahead in (None, 13):
-        options = dict(window=9, scale=size**-0.5, lookahead=lookahead)
-        actual = ops.future_attention_mass(q, k, lse, **options, impl="triton")
+    for lookahead, first in ((None, 0), (13, 0), (None, length // 2)):
+        options = dict(window=9, scale=size**-0.5, lookahead=lookahead, first=first)
+        inputs = q[:, :, first:], k[:, :, : length - first], lse[:, :, first:]
+        actual = ops.future_attention_mass(*inputs, **options, impl="triton")
         exact, eager = (
-            future_mass(q.to(d), k.to(d), lse.to(d), *options.values()) for d in (torch.float64, bench.dtype)
+            future_mass(*(x.to(d) for x in inputs), *options.values()) for d in (torch.float64, bench.dtype)
         )
-        yield from within(bench, actual, exact, eager, f"mass, look-ahead {lookahead}")
+        yield from within(bench, actual, exact, eager, f"mass, look-ahead {lookahead}, queries from {first}")
 
 
 def mlstm_right(bench: Bench) -> Iterator[dict]:
@@ -184,6 +188,13 @@ def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
     def targets():
         ops.future_attention_mass(queries, keys, lse, window=WINDOW, scale=SIZE**-0.5, impl="triton")
 
+    roles, decays = Retention(SINKS + WINDOW + topk, SINKS, WINDOW), torch.zeros(KV_HEADS, device=bench.device)
+    begin = min(roles.budget, LENGTH // 2)
+    positions = [begin + i * (LENGTH - begin) // Recipe.lists for i in range(Recipe.lists)]
+
+    def lists():
+        return listwise_loss(priority, decays, queries, keys, lse, positions, roles, scale=SIZE**-0.5)
+
     read, written, speed = sum(x.nbytes for x in inputs), grad.nbytes, bandwidth()
     try:
         for precision, products in (("highest", "exact"), ("high", "TF32")):
@@ -198,3 +209,4 @@ def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
         torch.set_float32_matmul_precision("highest")
     yield bench.row("running_topk", milliseconds(order), "ms", 3 * priority.nbytes / speed)
     yield bench.row("future_attention_mass", milliseconds(targets), "ms")
+    yield bench.row("listwise loss, with its gradient", milliseconds(lists), "ms")

@@ -61,6 +61,10 @@ class Stored(NamedTuple):
     prompts: np.ndarray | None
 
 
+TOKENS = "tokens.bin"
+"""Name of the file of tokens."""
+
+
 class TokenFile:
     """Memory-mapped file with the tokens of all documents, written when it is first needed.
 
@@ -82,7 +86,7 @@ class TokenFile:
     ):
         self.sources, self.tokens, self.folder, self.prompts = sources, tokens, folder, prompts
         self.processes = processes
-        self.path, self.note = folder / "tokens.bin", folder / "tokens.json"
+        self.path, self.note = folder / TOKENS, folder / "tokens.json"
         self.made_from = {
             "version": 1,
             "files": [source.fingerprint() for source in sources],

@@ -9,12 +9,9 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kvpop_vllm.distill.targets import of_kv_heads
-from kvpop_vllm.kernels.reference.masked_attention import high
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.roles import Retention
-
-QUERIES, KEYS = 256, 4096
-"""Queries and keys whose logits are in memory at once."""
 
 
 def listwise_loss(
@@ -35,7 +32,8 @@ def listwise_loss(
     At each position all tokens that have left the window are ranked (ListNet's top one probability, Cao et al. 2007).
     A token weighs as much as the attention that it gets from the position on, which is lost with it. Positions are
     taken from the last to the first, so that this attention is a sum that grows, and no array of positions and tokens
-    is formed. Memory is O(S) and does not depend on the number of positions.
+    is formed. Memory is O(S) and does not depend on the number of positions. The attention between two positions is
+    :func:`kvpop_vllm.kernels.ops.future_attention_mass`, whose kernel on a GPU writes no logits.
 
     Args:
         score: ``[B, H, S]`` raw scores.
@@ -75,11 +73,14 @@ class _Listwise(torch.autograd.Function):
         q, k, lse = attention
         sinks, spans = roles.sinks, list(pairwise([*positions, q.shape[2]]))
         loss, by_score, by_decay = score.new_zeros(()), torch.zeros_like(score), torch.zeros_like(log_gamma)
-        mass = lse.new_zeros(*k.shape[:2], q.shape[1] // k.shape[1], k.shape[2])
+        log_mass = lse.new_full(lse.shape, -torch.inf)
         for (first, end), share in zip(reversed(spans), weight.to(score.dtype).unsqueeze(-1).flip(0), strict=True):
             ranked = slice(sinks, first - roles.window + 1)
-            _add_attention(mass, q, k, lse, slice(first, end), ranked, scale)
-            log_p = of_kv_heads(mass[..., ranked].log(), groups).to(score.dtype).log_softmax(-1)
+            queries, options = slice(first, end), {"window": roles.window, "scale": scale, "first": first - sinks}
+            added = ops.future_attention_mass(q[:, :, queries], k[:, :, ranked], lse[:, :, queries], **options)
+            log_mass[..., ranked] = log_mass[..., ranked].logaddexp(added)
+            log_masses = log_mass[..., ranked].unflatten(1, (k.shape[1], -1))
+            log_p = of_kv_heads(log_masses, groups).to(score.dtype).log_softmax(-1)
             steps = (first - torch.arange(ranked.start, ranked.stop, device=score.device)) // roles.step
             aged = score[..., ranked] + steps * log_gamma.to(score.dtype).unsqueeze(-1)
             log_q = aged.log_softmax(-1)
@@ -96,16 +97,3 @@ class _Listwise(torch.autograd.Function):
     def backward(ctx, weight):
         by_score, by_decay = ctx.saved_tensors
         return weight * by_score, weight.to(by_decay.dtype) * by_decay, None, None, None, None, None, None
-
-
-def _add_attention(mass, q, k, lse, queries: slice, keys: slice, scale: float) -> None:
-    """Add to ``mass [B, H, G, S]`` the attention that some keys get from some later queries."""
-    heads = k.shape[1]
-    for a in range(queries.start, queries.stop, QUERIES):
-        rows = slice(a, min(a + QUERIES, queries.stop))
-        asking = high(q[:, :, rows]).mul(scale).unflatten(1, (heads, -1))
-        norms = lse[:, :, rows].unflatten(1, (heads, -1)).unsqueeze(-1)
-        for b in range(keys.start, keys.stop, KEYS):
-            columns = slice(b, min(b + KEYS, keys.stop))
-            logits = asking.flatten(2, 3) @ high(k[:, :, columns]).transpose(-1, -2)
-            mass[..., columns] += logits.unflatten(2, asking.shape[2:4]).sub_(norms).exp_().sum(-2)

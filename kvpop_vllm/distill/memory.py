@@ -22,6 +22,8 @@ from kvpop_vllm.scorers import build, make_config
 
 FLOAT, LOW, INDEX = 4, 2, 8
 """Bytes of float32, bfloat16 and int64."""
+TOKEN = 4
+"""Bytes of a token in the file of tokens."""
 SCORES = 7
 """Float32 or int32 numbers of a KV head, token and layer that losses of retention hold until the backward pass."""
 SMALL_VOCABULARY = 1 << 16
@@ -73,8 +75,8 @@ class Sizes:
         shape = folder_sizes(folder)
         with torch.device("meta"):
             model = _model(config)
-            options = {"source": "the recipe"} | recipe.scorer_options() if recipe.has_scorers else None
-            scorer = build(make_config(shape, **options), **recipe.scorer_sizes()) if options else None
+            options = {"source": "the recipe"} | recipe.scorer_options()
+            scorer = build(make_config(shape, **options), **recipe.scorer_sizes())
         count = {name: parameter.numel() for name, parameter in model.named_parameters()}
         in_layers = sum(number for name, number in count.items() if ".layers." in name)
         layers = shape["num_layers"]
@@ -90,8 +92,8 @@ class Sizes:
             head=text.vocab_size * text.hidden_size,
             layer=in_layers // layers,
             rest=sum(count.values()) - in_layers,
-            scorer=sum(parameter.numel() for parameter in scorer.parameters()) if scorer else 0,
-            scored=_scored(scorer, shape["head_dim"]) if scorer else 0,
+            scorer=sum(parameter.numel() for parameter in scorer.parameters()),
+            scored=_scored(scorer, shape["head_dim"]),
         )
 
     @property
@@ -149,11 +151,11 @@ def _check_dense(folder: str | Path, config: Any, text: Any) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, as its memory depends on it.
+    """A training run of scorers, as its memory depends on it.
 
     Attributes:
         sizes: sizes of model and scorers.
-        recipe: the recipe.
+        recipe: the recipe, of phase ``sparsify``.
         gpus: number of GPUs, with one process each.
         stored: True if the teacher's logits are read from disk.
     """
@@ -165,8 +167,6 @@ class Run:
 
     def __post_init__(self):
         recipe = self.recipe
-        if recipe.trains_gates:
-            raise ConfigError(f"kvpop plan --train does not count phase {recipe.phase}: choose a recipe with scorers")
         if recipe.batch % (self.gpus * recipe.micro_batch):
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.gpus} GPUs with {recipe.micro_batch} rows a pass evenly:"
@@ -186,8 +186,7 @@ class Run:
     @property
     def has_kl(self) -> bool:
         """True if a loss compares logits with the teacher's."""
-        recipe = self.recipe
-        return recipe.distils and recipe.phase != "uptrain" and recipe.kl > 0
+        return self.recipe.distils and self.recipe.kl > 0
 
     @property
     def low(self) -> int:
@@ -217,7 +216,7 @@ class Run:
         tokens = self.recipe.micro_batch * self.recipe.length
         rest, layer = (sizes.rest * low, sizes.layer * low) if self.sharded else (0, 0)
         residual = tokens * sizes.hidden * low
-        losses = tokens * (sizes.layers * sizes.heads * SCORES * FLOAT if self.recipe.phase == "sparsify" else 0)
+        losses = tokens * sizes.layers * sizes.heads * SCORES * FLOAT
         top = tokens * self.recipe.kl_top * (FLOAT + INDEX) if self.has_kl else 0
         mlp = 3 * tokens * sizes.inner * low
         if not base:
@@ -241,18 +240,17 @@ class Run:
                 "reduced": sizes.layer * FLOAT,
             },
         )
-        if sizes.scored:
-            scorer = tokens * sizes.heads * sizes.scored * FLOAT
-            yield (
-                "backward pass of a scorer",
-                inside
-                | {
-                    "checkpoints": (sizes.layers - 1) * residual,
-                    "layer": norms // 2 + attention + scorer,
-                    "layer's gradients": residual + tokens * (sizes.queries + 2 * sizes.keys) * low,
-                    "output layer's gradient": sizes.head * low,
-                },
-            )
+        scorer = tokens * sizes.heads * sizes.scored * FLOAT
+        yield (
+            "backward pass of a scorer",
+            inside
+            | {
+                "checkpoints": (sizes.layers - 1) * residual,
+                "layer": norms // 2 + attention + scorer,
+                "layer's gradients": residual + tokens * (sizes.queries + 2 * sizes.keys) * low,
+                "output layer's gradient": sizes.head * low,
+            },
+        )
         logits = min(POSITIONS, self.recipe.length) * self.recipe.micro_batch * sizes.vocabulary
         yield (
             "loss at the output",
@@ -284,18 +282,15 @@ class Run:
         sizes, recipe = self.sizes, self.recipe
         window, topk = max(recipe.trained, key=sum)
         visible = min(recipe.sinks + window + topk, recipe.length // 2)
-        if recipe.phase == "uptrain":
-            visible = recipe.length // 2
         passes = 3 if recipe.trains_base else 1  # the backward pass has two products for one
         token = passes * (2 * sizes.products + 4 * sizes.layers * sizes.queries * visible)
-        if recipe.phase == "sparsify":  # targets, and scorers with their backward pass
-            token += sizes.layers * (sizes.queries * recipe.length + 6 * sizes.scorer)
+        token += sizes.layers * (sizes.queries * recipe.length + 6 * sizes.scorer)  # targets, scorers with gradients
         if self.has_teacher:
             token += 2 * sizes.products + 2 * sizes.layers * sizes.queries * recipe.length
         return token * self.tokens
 
     def disk(self) -> dict[str, int]:
-        """Return the bytes on the disk: of a checkpoint, of the result, and of the teacher's logits of all rows."""
+        """Return the bytes on the disk: of a checkpoint, the result, tokens in files, and the teacher's logits of all rows."""
         indices = 2 if self.sizes.vocabulary <= SMALL_VOCABULARY else 4
         position = self.recipe.kl_top * (2 + indices) + 8
         result = self.sizes.layers * self.sizes.scorer * FLOAT + (
@@ -304,5 +299,6 @@ class Run:
         return {
             "checkpoint": 3 * self.trained * FLOAT,
             "result": result,
+            "tokens": TOKEN * self.tokens,
             "teacher's logits": position * self.tokens if self.has_kl else 0,
         }

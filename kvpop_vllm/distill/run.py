@@ -16,7 +16,7 @@ from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_weights, shard_layers
 from kvpop_vllm.distill.stream import StreamedRows
 from kvpop_vllm.distill.student import Teacher
-from kvpop_vllm.distill.teacher import TeacherReader, TopLogits, check_disk, settings_of, top_logits, write_rows
+from kvpop_vllm.distill.teacher import TeacherReader, TopLogits, begun, check_disk, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.distill.training_loop import only_run_in
 from kvpop_vllm.model_hook import Dense, load_model
@@ -142,12 +142,12 @@ def train(
         ConfigError: model, data, recipe and folders do not fit each other.
         TrainingError: training cannot go on.
     """
+    if teacher and validate_every:
+        raise ConfigError("--teacher has no logits of held-out rows: leave it or --validate-every out")
     with Process.start() as process, only_run_in(Path(out) / "run"):
         track = find_tracker(tracker) if tracker and process.rank == 0 else None
         rows = rows_of(model, data, recipe, Path(out) / "run", reading)
         asks = _teacher(teacher, model, rows, recipe, process)
-        if teacher and validate_every:
-            raise ConfigError("--teacher has no logits of held-out rows: leave it or --validate-every out")
         validation = _validation(rows, validate_every, validation_rows) if validate_every else None
         trainer = Trainer(
             model,
@@ -210,6 +210,8 @@ def write_teacher(
         tokens = rows_of(model, data, recipe, Path(out), reading)
         settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
         count = rows or recipe.steps * recipe.batch
+        begun(out, settings)  # ahead of the tokens, which would replace those of another run
+        tokens[0]  # writes the file of tokens, if there is to be one, which takes of the disk as well
         check_disk(Path(out), settings, count, vocabulary)
         online = OnlineTeacher(model, recipe, process)
         write_rows(online, tokens, out, settings, count, vocab_size=vocabulary, process=process)

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import barrier, is_main
+from kvpop_vllm.distill.data import TOKENS
 from kvpop_vllm.distill.sharding import Process
 from kvpop_vllm.files import replacing, size_text, write_whole
 from kvpop_vllm.model_hook import POSITIONS, decoder_of
@@ -122,19 +123,32 @@ def _id_type(vocab_size: int) -> torch.dtype:
     return torch.uint16 if vocab_size <= 1 << 16 else torch.int32
 
 
-def check_disk(folder: str | Path, settings: dict, count: int, vocab_size: int) -> None:
-    """Print what the logits of ``count`` rows will take of the disk without those that a folder has.
+def begun(folder: str | Path, settings: dict) -> dict | None:
+    """Return the index of the logits that a folder has, None if it has none.
 
     Raises:
-        ConfigError: less is free.
+        ConfigError: it has other settings.
     """
-    done = read_index(Path(folder))["rows"] if (Path(folder) / INDEX).exists() else 0
-    needed = max(0, count - done) * row_bytes(settings, vocab_size)
+    if not (Path(folder) / INDEX).exists():
+        return None
+    index = read_index(Path(folder))
+    _refuse_others(Path(folder), index["settings"], settings)
+    return index
+
+
+def check_disk(folder: str | Path, settings: dict, count: int, vocab_size: int) -> None:
+    """Print what the logits of ``count`` rows will take of the disk without those that a folder has, and its tokens' bytes.
+
+    Raises:
+        ConfigError: less is free, or the folder has other settings.
+    """
+    index, tokens = begun(folder, settings), Path(folder) / TOKENS
+    rows = max(0, count - (index["rows"] if index else 0))
+    needed = rows * row_bytes(settings, vocab_size)
     free = shutil.disk_usage(folder).free
     if is_main():
-        print(
-            f"teacher's logits of {max(0, count - done)} rows: {size_text(needed)}; free in {folder}: {size_text(free)}"
-        )
+        written = f", after {size_text(tokens.stat().st_size)} of tokens" if tokens.exists() else ""
+        print(f"teacher's logits of {rows} rows: {size_text(needed)}; free in {folder}: {size_text(free)}{written}")
     if needed > free:
         raise ConfigError(
             f"{folder} has {size_text(free)} free and the teacher's logits need {size_text(needed)}: give fewer --rows or"
@@ -176,10 +190,8 @@ def write_rows(
     folder, process, ids = Path(folder), process or Process(), _id_type(vocab_size)
     shard = max(1, shard_bytes // row_bytes(settings, vocab_size))
     folder.mkdir(parents=True, exist_ok=True)
-    done = 0
-    if (folder / INDEX).exists():
-        index = read_index(folder)
-        _refuse_others(folder, index["settings"], settings)
+    index, done = begun(folder, settings), 0
+    if index:
         shard, done = index["rows_per_shard"], index["rows"]
     with tqdm(total=count, initial=min(done, count), unit="row", disable=quiet or process.rank > 0) as bar:
         while done < count:

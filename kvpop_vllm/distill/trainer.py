@@ -334,7 +334,8 @@ class Trainer(Loop):
             config: config of the scorers, None if there are none.
             decays: fitted decays that replace the trained ones, or None.
         """
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        # a frozen base would be gathered into the memory of each host
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=True)
         state = get_model_state_dict(self.student, options=options)
         if is_main():
             if self.recipe.trains_base:

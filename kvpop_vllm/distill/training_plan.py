@@ -94,7 +94,8 @@ def _disk(run: Run) -> list[str]:
     disk = run.disk()
     lines = [
         f"disk: {size_text(CHECKPOINTS * disk['checkpoint'])} of checkpoints, {CHECKPOINTS} of {size_text(disk['checkpoint'])};"
-        f" {size_text(disk['result'])} of results"
+        f" {size_text(disk['result'])} of results;",
+        f"with text that is not streamed {size_text(disk['tokens'])} of tokens, for as many as are trained on",
     ]
     if disk[LOGITS]:
         remark = "" if run.stored else ", which this run does not store"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import gc
+import math
 import os
 import subprocess
 import sys
@@ -185,7 +186,14 @@ def test_times_at_tiny_shapes(bench, log, results, monkeypatch):
         tiles: dict(LENGTH=4096, BATCHES=(1, 2), DECODING=[(16, 64, 4, 5)], PREFILLING=[(128, 64, 8, 5)]),
         training: dict(LENGTH=96, compiled_flex=lambda *mask: training.dense, check_same=print),
         generation: dict(CONTEXTS=(400, 3 << 30), QWEN3_8B=generation.QWEN3_8B.__class__(**shape, head_dim=32)),
-        distillation: dict(LENGTH=96, PAPER=paper, CONFIG=distillation.CONFIG.__class__(**shape)),
+        distillation: dict(
+            LENGTH=96,
+            LONG=96,
+            MARGIN=math.inf,  # the memory is a stand-in too
+            PAPER=paper,
+            CONFIG=distillation.CONFIG.__class__(**shape),
+            QWEN3_8B=distillation.QWEN3_8B | shape | {"head_dim": 32, "torch_dtype": "float32"},
+        ),
     }
     common = dict(HEADS=4, KV_HEADS=2, SIZE=32, WINDOW=8, bandwidth=lambda: 1e9, milliseconds=timed)
     common |= dict(wall_milliseconds=timed, device_times=lambda run: {"_attend": timed(run)})

@@ -241,6 +241,7 @@ REFUSED = {
     f"{START} --length=96 --window=8 --topk 20 --longest=0": "longest must be at least 1",
     f"{START} --length=96 --window=8 --topk 20 --select effort": "--select effort is no condition: give FIELD=VALUE",
     f"{START} --validation-rows=3": "--validation-rows is about held-out rows: give --validate-every",
+    f"{START} --train-base --length=96 --window=8 --topk 20 --teacher=logits --validate-every=3": "--teacher has no logits of held-out rows: leave it or --validate-every out",
     f"{START} --tracker=nowhere:f": "--tracker nowhere:f is no function (No module named 'nowhere'): give MODULE:FUNCTION",
     f"distill teacher {START.removeprefix('distill ')} --length=96 --window=8 --topk 20 --validate-every=3": "teacher has no use for --validate-every",
     f"distill teacher {START.removeprefix('distill ')} --length=96 --window=8 --topk 20 --rows={10**14}": " free and the teacher's logits need 9907200.0 TB",

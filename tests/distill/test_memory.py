@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,15 @@ import torch
 from distill.fake_gpus import TRACKER_SEEN, measured, write_config
 from distill.launching import launch
 from distill.measure_tiny import RECIPE as TINY
+from torch.distributed.run import get_args_parser as torchrun_parser
 
 from kvpop_vllm.cli import SERVING_PLAN, TRAINING_PLAN, make_parser
-from kvpop_vllm.distill.memory import Run, Sizes
+from kvpop_vllm.distill.command import _refuse_options_of_others, recipe_of
+from kvpop_vllm.distill.hub_data import HubData
+from kvpop_vllm.distill.memory import FLOAT, Run, Sizes
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.training_plan import lines_of
+from kvpop_vllm.testing import write_tiny_model
 
 ROOT = Path(__file__).parents[2]
 KINDS = {
@@ -92,10 +98,15 @@ def test_four_layers(tmp_path, size, gpus, changes):
 
 
 @pytest.mark.slow
-def test_two_processes_take_what_the_model_says(model, tmp_path):
-    """The bytes of real shards; activations are those of other kernels than a GPU's."""
+def test_two_processes_take_what_the_model_says(tmp_path):
+    """The bytes of real shards, and at the peak those of gathered parameters and of gradients that are being added.
+
+    Activations are those of other kernels than a GPU's. The memory model counts no gathered scorers: one is 0.5% of a
+    layer of Qwen3-8B, and 6% here.
+    """
     check_tracker()
-    outcome = launch(model, tmp_path, processes=2, script="measure_tiny.py")
+    model = write_tiny_model(tmp_path / "model", "qwen3", hidden=128)
+    outcome = launch(model, tmp_path / "out", processes=2, script="measure_tiny.py")
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
     assert lines, outcome.stderr[-3000:]
     measurement = json.loads(lines[0].removeprefix("BYTES"))
@@ -104,6 +115,12 @@ def test_two_processes_take_what_the_model_says(model, tmp_path):
     for part in ("parameters", "gradients", "optimizer", "teacher"):
         expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
         assert lasting[part] == pytest.approx(expected, rel=0.1), (part, lasting, measurement)
+    moment, counted = run.peak()
+    assert moment == "backward pass of a layer"
+    gathered, reduced = (sum(measurement[kind] for kind in KINDS[part]) for part in ("gathered", "reduced"))
+    assert reduced == pytest.approx(counted["reduced"], rel=0.1)
+    scorers = FLOAT * run.sizes.layers * run.sizes.scorer
+    assert 0.9 * counted["gathered"] < gathered < 1.1 * counted["gathered"] + scorers < 2 * counted["gathered"]
 
 
 @pytest.mark.parametrize("options", ["", "--no-train-base --gpus 1"])
@@ -112,6 +129,43 @@ def test_the_document_has_what_the_command_prints(options):
     parsed = make_parser().parse_args(command.replace("docs/", f"{ROOT}/docs/").split()[1:])
     lines = lines_of(parsed)
     assert "\n".join([f"$ {command}", *lines]) in (ROOT / "docs/training.md").read_text()
+
+
+LAUNCHERS = """
+torchrun() { printf '%s\\n' "$@"; }
+srun() { while [[ $1 == -* ]]; do shift; done; "$@"; }
+scontrol() { echo node; }
+"""
+"""Functions in bash that print the words that torchrun gets, also by srun."""
+
+
+def test_the_commands_of_the_document_are_read_by_torchrun_and_kvpop():
+    """Bash splits the words and expands braces; the data are names, and the recipe takes all options."""
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    launched = [block for block in blocks if "torchrun " in block]
+    nodes = []
+    for block in launched:
+        outcome = subprocess.run(["bash", "-c", LAUNCHERS + block], capture_output=True, text=True, check=True)
+        launch = torchrun_parser().parse_args(outcome.stdout.splitlines())
+        assert (launch.training_script, launch.no_python, launch.nproc_per_node) == ("kvpop", True, "8"), outcome
+        options = make_parser().parse_args(launch.training_script_args)
+        _refuse_options_of_others(options)
+        recipe = recipe_of(options)
+        assert (recipe.trains_base, recipe.steps, recipe.length, recipe.batch) == (True, 2000, 16384, 128)
+        nodes.append(launch.nnodes)
+        if options.stream:
+            assert [HubData(name).split for name in options.data] == [f"high_part0{i}" for i in range(3)]
+            assert options.validate_every == 100 and recipe.longest == 16384
+    assert nodes == ["1:1", "2"]
+
+
+def test_hours_follow_from_the_share_of_the_peak():
+    command = f"plan --train --model {ROOT}/docs/configs/Qwen3-8B --mfu"
+    hours = []
+    for share in ("0.1", "0.2", "0.4"):
+        printed = "\n".join(lines_of(make_parser().parse_args([*command.split(), share])))
+        hours.append(float(re.search(r"([\d.]+) hours at (\d+)% of 989 TFLOPS a GPU", printed)[1]))
+    assert hours[0] > 50 and hours[1:] == pytest.approx([hours[0] / 2, hours[0] / 4], abs=0.1)
 
 
 def total(**changes) -> float:

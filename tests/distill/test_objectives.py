@@ -12,7 +12,6 @@ from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from kernels.naive import masked_attention
 
-from kvpop_vllm.distill import listwise
 from kvpop_vllm.distill.cutoffs import kept_at, running_cutoffs
 from kvpop_vllm.distill.gates import KVzapAttend
 from kvpop_vllm.distill.listwise import listwise_loss
@@ -22,6 +21,7 @@ from kvpop_vllm.distill.sparse_attention import Sparse, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.reference import future_attention_mass
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_tiny_model
@@ -131,13 +131,12 @@ def attention_from(q, k, lse, positions):
     return torch.stack([weights[..., position:, :].sum(-2) for position in positions], 3)
 
 
-@pytest.mark.parametrize("blocks", [(256, 4096), (3, 7)])
+@pytest.mark.parametrize("block", [128, 7])
 @pytest.mark.parametrize("groups", ["max", "mean"])
 @pytest.mark.parametrize("step", [1, 3])
-def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, blocks, groups, step):
+def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, block, groups, step):
     """Values and gradients in float64, against autograd through dense arrays."""
-    for name, size in zip(("QUERIES", "KEYS"), blocks, strict=True):
-        monkeypatch.setattr(listwise, name, size)
+    monkeypatch.setattr(future_attention_mass, "BLOCK", block)
     g = torch.Generator().manual_seed(2)
     q, k, score = (torch.randn(2, n, S, 8, generator=g).double() for n in (4, 2, 2))
     score, log_gamma = score[..., 0].requires_grad_(), torch.tensor([-0.1, -0.3]).double().requires_grad_()
@@ -161,8 +160,7 @@ def test_listwise_loss_in_blocks_is_the_dense_one(monkeypatch, blocks, groups, s
 
 def test_listwise_loss_takes_memory_for_its_tokens_alone(monkeypatch):
     """Twice as many tokens and positions take at most twice the bytes, less than one array of positions and tokens."""
-    monkeypatch.setattr(listwise, "QUERIES", 16)
-    monkeypatch.setattr(listwise, "KEYS", 64)
+    monkeypatch.setattr(future_attention_mass, "BLOCK", 64)
 
     def peak(length):
         q, k, score = (torch.randn(1, n, length, 4) for n in (4, 2, 2))

@@ -12,6 +12,7 @@ from itertools import islice
 import pytest
 import torch
 from distill.byte_tokenizer import EOS, byte_tokenizer
+from distill.launching import last_loss, launch
 from distill.texts_on_disk import documents, equal, pack, pieces, records, texts, write
 from distill.train_tiny import LENGTH, RECIPES
 
@@ -19,6 +20,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import stream as streams
 from kvpop_vllm.distill.data import DocumentRows, in_split, share_of
 from kvpop_vllm.distill.hub_data import HubData
+from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.sources import Selection
 from kvpop_vllm.distill.stream import StreamedRows
 from kvpop_vllm.distill.trainer import Trainer
@@ -135,6 +137,25 @@ def test_training_goes_on_at_the_place_of_a_stream(data, tmp_path, monkeypatch):
     begins, states = StreamedRows._begin, []
     monkeypatch.setattr(StreamedRows, "_begin", lambda rows, state: states.append(state) or begins(rows, state))
     assert run("cut")[0] == expected and states == [notes["rows"]["state"]]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_with_the_stream_of_one(data, tmp_path, monkeypatch):
+    """One process is killed in its fifth step; two take the rows after its checkpoint, and losses are those of one."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model = write_tiny_model(tmp_path / "model", "qwen3", vocab=264)
+    undisturbed, cut = tmp_path / "undisturbed", tmp_path / "cut"
+    expected = last_loss(launch(model, undisturbed, data[0], script="stream_tiny.py"))
+    assert launch(model, cut, data[0], 50, script="stream_tiny.py").returncode == -9
+    assert [path.name for path in (cut / "run").glob("step-*")] == ["step-4"]
+    goes_on = launch(model, cut, data[0], processes=2, script="stream_tiny.py")
+    assert last_loss(goes_on) == pytest.approx(expected, rel=1e-4)
+    meta = json.loads((cut / "run/step-6/meta.json").read_text())
+    assert meta["processes"] == 2 and meta["notes"]["rows"]["row"] > 48
+    one, two = (read_metrics(folder / "run/metrics.jsonl") for folder in (undisturbed, cut))
+    assert len(one) == 6 and two[:4] == one[:4]
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
 
 
 def test_data_sets_take_turns(data, tmp_path):

@@ -241,6 +241,20 @@ def test_folders_that_hold_something_else_are_refused(model, rows, settings, tmp
 # the command
 
 
+def test_a_folder_of_another_run_is_refused_before_its_disk_is_counted(folder, tmp_path, capsys):
+    """Its tokens stay too; what is printed of a folder that goes on has the bytes of its tokens."""
+    sizes = {"length": 24, "positions": None, "window": [4], "topk": [8], "dtype": "float32", "kl_top": 8}
+    recipe = dataclasses.replace(DEMO, **sizes, steps=1, batch=2)
+    name, data = str(folder / "model"), [str(folder / "text.jsonl")]
+    write_teacher(name, data, str(tmp_path), recipe)
+    tokens = (tmp_path / "tokens.bin").read_bytes()
+    assert f"after {len(tokens) / 1e6:.1f} MB of tokens" in capsys.readouterr().out
+    (tmp_path / "other.txt").write_text("Other text. " * 40)
+    with pytest.raises(ConfigError, match="holds teacher logits with data = "):
+        write_teacher(name, [str(tmp_path / "other.txt")], str(tmp_path), recipe, rows=10**14)
+    assert (tmp_path / "tokens.bin").read_bytes() == tokens and not capsys.readouterr().out
+
+
 def test_more_logits_than_the_vocabulary_has_are_all_of_them(folder, model, tmp_path):
     recipe = dataclasses.replace(
         DEMO, length=96, positions=None, window=[8], topk=[20], dtype="float32", kl_top=1000, steps=1, batch=3

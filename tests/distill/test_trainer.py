@@ -22,10 +22,13 @@ from threads import one_thread
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import student
+from kvpop_vllm.distill import trainer as trainer_module
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.decays import decay_grid
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe, TrainingError
+from kvpop_vllm.distill.run import OnlineTeacher
+from kvpop_vllm.distill.sharding import Process
 from kvpop_vllm.distill.sparse_attention import Sparse
 from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.distill.training_loop import only_run_in
@@ -173,6 +176,52 @@ def test_several_processes_equal_one(model, tmp_path, complete, kind, processes)
         if name.endswith("out.bias"):  # it cancels in every comparison, so its gradient is rounding only
             continue
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
+
+
+class Reversed(Trainer):
+    """Trainer that takes the rows of a step in the opposite order."""
+
+    def one_pass(self, row, passes):
+        number = row % self.recipe.batch
+        return super().one_pass(row - number + self.recipe.batch - 1 - number, passes)
+
+
+@pytest.mark.slow
+@one_thread()
+def test_two_processes_equal_one_in_bfloat16(model, tmp_path, complete):
+    """Parameters are computed with in bfloat16, sums of gradients are float32, and the teacher is sharded.
+
+    Both runs have the same bfloat16 gradients of a row, whose float32 sum alone depends on the order. So the first
+    losses are equal, and the first norms to the rounding of a sum of four. An update turns that rounding into other bfloat16
+    copies of some parameters: how much this moves later losses is measured by one process that adds in another order.
+    """
+    recipe, process = RECIPES["low"], Process()
+    options = {"teacher": OnlineTeacher(model, recipe, process), "validation": VALIDATION, "quiet": True}
+    Reversed(model, recipe, tmp_path, Rows(LENGTH), process=process, **options).run()
+    folders = complete("low")[0], complete("low", 2)[0], tmp_path
+    one, two, reordered = (read_metrics(folder / "run/metrics.jsonl") for folder in folders)
+    names = [name for name in one[0] if name not in ("step", "lr", "grad_norm", "recall")]
+    assert {"loss", "kl", "retention"} <= {*names}
+    for other in (two, reordered):
+        assert [other[0][name] for name in names] == pytest.approx([one[0][name] for name in names], rel=1e-12)
+        assert other[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-5)
+    for name in [*names, "grad_norm"]:
+        far, rounding = (max(abs(a[name] - b[name]) for a, b in zip(one, o, strict=True)) for o in (two, reordered))
+        assert far <= 4 * rounding < 0.01 * max(row[name] for row in one), (name, far, rounding)
+    assert two != one != reordered, "no sum was rounded otherwise"
+
+
+def test_a_frozen_base_is_not_gathered_for_the_results(model, tmp_path, monkeypatch):
+    names, get_state = [], trainer_module.get_model_state_dict
+
+    def noted(*args, **options):
+        state = get_state(*args, **options)
+        names.extend(state)
+        return state
+
+    monkeypatch.setattr(trainer_module, "get_model_state_dict", noted)
+    train(model, tmp_path, dataclasses.replace(RECIPE, steps=1)).run()
+    assert names and all(name.startswith("scorers.") for name in names)
 
 
 def test_held_out_rows_are_judged_and_not_trained_on(model, tmp_path):
@@ -448,8 +497,6 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):
-    from kvpop_vllm.distill.sharding import Process
-
     with pytest.raises(ConfigError, match="batch 2 cannot be shared by 3 processes"):
         train(model, tmp_path, process=Process(0, 3))
 

@@ -15,6 +15,7 @@ import torch
 from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.recipes import DEMO, TRIMKV
+from kvpop_vllm.distill.run import OnlineTeacher
 from kvpop_vllm.distill.sharding import Process
 from kvpop_vllm.distill.trainer import Trainer, Validation
 from kvpop_vllm.model_hook import load_model
@@ -64,7 +65,10 @@ def main(model, out, kind, die_at=None, sent="SIGKILL", to="process"):
     process, recipe = Process.start(), RECIPES[kind]
     rows = Mortal(LENGTH)
     rows.last, rows.signal = None if die_at is None else int(die_at) * recipe.batch, signal.Signals[sent]
-    teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
+    if kind == "low":
+        teacher = OnlineTeacher(model, recipe, process)  # sharded if there are several processes
+    else:
+        teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
     rows.launcher = to == "launcher"
     options = {"teacher": teacher, "process": process, "validation": VALIDATION}
     rows.trainer = Trainer(model, recipe, out, rows, save_every=3, quiet=True, **options)

@@ -34,12 +34,11 @@ def masked_attention(q, k, v, visible, scale):
     return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
-def future_mass(q, k, lse, window, scale, lookahead):
-    """Return the log of the attention that each key receives from the queries after its window."""
+def future_mass(q, k, lse, window, scale, lookahead, first=0):
+    """Return the log of the attention that each key receives from the queries, the ``first`` and so on, after its window."""
     logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale - lse.unsqueeze(-1)
-    t = torch.arange(q.shape[2], device=q.device)
-    age = t.unsqueeze(1) - t
-    last = q.shape[2] if lookahead is None else window + lookahead
+    age = first + torch.arange(q.shape[2], device=q.device).unsqueeze(1) - torch.arange(k.shape[2], device=q.device)
+    last = first + q.shape[2] if lookahead is None else window + lookahead
     return logits.masked_fill((age < window) | (age > last), -torch.inf).logsumexp(-2)
 
 

@@ -49,6 +49,32 @@ def test_equals_the_definition(length, window, size, group, lookahead, dtype):
     assert (actual[..., max(0, length - window) :] == -torch.inf).all()
 
 
+PARTS = [
+    (40, 30, 200, 10, None),
+    (5, 300, 0, 9, None),
+    (129, 128, 130, 1, None),
+    (60, 200, 90, 10, 20),
+    (9, 4, 3, 50, 0),
+]
+"""Numbers of queries and keys, position of the first query, window and look-ahead."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("queries, keys, first, window, lookahead", PARTS)
+def test_some_queries_and_other_keys(queries, keys, first, window, lookahead, dtype):
+    """As for a part of a row: queries from a position on, in slices of longer tensors."""
+    q, _, lse = inputs(queries + 7, batch=2, dtype=dtype)
+    _, k, _ = inputs(keys + 5, seed=1, batch=2, dtype=dtype)
+    q, k, lse = q[:, :, 3 : 3 + queries], k[:, :, 2 : 2 + keys], lse[:, :, 3 : 3 + queries]
+    options = dict(window=window, scale=0.25, lookahead=lookahead, first=first)
+    actual = ops.future_attention_mass(q, k, lse, **options, impl=IMPL)
+    exact = future_mass(q.double(), k.double(), lse.double(), *options.values())
+    low = F16 if dtype == F16 else F32
+    eager = eager_runs(lambda: future_mass(*(x.to(low) for x in (q, k, lse)), *options.values()))
+    assert actual.shape == exact.shape == (2, 6, keys)
+    assert_within_budget(actual, exact, eager)
+
+
 def test_float64_is_refused_by_triton():
     q, k, lse = inputs(8)
     with pytest.raises(ValueError, match="float64: use impl='reference'|needs a GPU"):
@@ -58,15 +84,17 @@ def test_float64_is_refused_by_triton():
 @settings(max_examples=5 if INTERPRETED else 40, deadline=None, derandomize=True)
 @given(
     length=st.integers(1, 300), window=st.integers(1, 40), lookahead=st.none() | st.integers(0, 60),
-    heads=st.integers(1, 3), group=st.integers(1, 3), seed=st.integers(0, 9999),
+    heads=st.integers(1, 3), group=st.integers(1, 3), seed=st.integers(0, 9999), first=st.integers(0, 300),
 )  # fmt: skip
-def test_any_shape(length, window, lookahead, heads, group, seed):
+def test_any_shape(length, window, lookahead, heads, group, seed, first):
     q, k, lse = inputs(length, seed, 1, heads, group, 8)
-    actual = ops.future_attention_mass(q, k, lse, window=window, scale=0.3, lookahead=lookahead)
-    torch.testing.assert_close(actual, future_mass(q, k, lse, window, 0.3, lookahead), rtol=1e-9, atol=1e-9)
+    q, lse = q[:, :, first:], lse[:, :, first:]
+    options = dict(window=window, scale=0.3, lookahead=lookahead, first=first)
+    actual = ops.future_attention_mass(q, k, lse, **options)
+    torch.testing.assert_close(actual, future_mass(q, k, lse, *options.values()), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"window": 3, "lookahead": -1}])
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": 3, "lookahead": -1}, {"window": 3, "first": -1}])
 def test_bad_arguments_are_refused(options):
-    with pytest.raises(ValueError, match="window >= 1 and lookahead >= 0"):
+    with pytest.raises(ValueError, match="window >= 1, lookahead >= 0 and first >= 0"):
         ops.future_attention_mass(*inputs(10), scale=1.0, **options)

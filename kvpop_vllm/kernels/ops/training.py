@@ -24,12 +24,14 @@ def _axes(op: str, name: str, x: torch.Tensor, axes: str) -> None:
         raise ValueError(f"{op} needs {name} [{', '.join(axes.split())}], got {list(x.shape)}")
 
 
-def _grouped(op: str, q: torch.Tensor, k: torch.Tensor) -> None:
-    """Check that q is ``[B, Hq, S, D]`` and k ``[B, H, S, D]``, with Hq a multiple of H."""
+def _grouped(op: str, q: torch.Tensor, k: torch.Tensor, queries: str = "S") -> None:
+    """Check that q is ``[B, Hq, S, D]``, or with another number of queries, and k ``[B, H, S, D]``, Hq a multiple of H."""
     fits = q.dim() == k.dim() == 4 and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
-    if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+    axes = (0, 2, 3) if queries == "S" else (0, 3)
+    if not fits or any(q.shape[axis] != k.shape[axis] for axis in axes):
         raise ValueError(
-            f"{op} needs q [B, Hq, S, D] and k [B, H, S, D], Hq a multiple of H, got {list(q.shape)} and {list(k.shape)}"
+            f"{op} needs q [B, Hq, {queries}, D] and k [B, H, S, D], Hq a multiple of H, got {list(q.shape)} and"
+            f" {list(k.shape)}"
         )
 
 
@@ -192,35 +194,39 @@ def future_attention_mass(
     window: int,
     scale: float,
     lookahead: int | None = None,
+    first: int = 0,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Return the log of the attention mass that each key receives after it left the window.
+    """Return the log of the attention mass that each key receives from some queries after it left the window.
 
-    The transposed pass of KVpop eqs. 31, 33: ``logsumexp over d of (scale * q_d . k_t - lse_d)`` over
-    ``t + w <= d < S``, and ``d <= t + w + L`` for a look-ahead L. The result is not divided by the count
-    ``N_t``; that is a variant of the target (``kvpop_vllm.distill.targets``). It carries no gradient.
+    The transposed pass of KVpop eqs. 31, 33: ``logsumexp over d of (scale * q_d . k_t - lse_d)`` over the queries
+    ``first <= d < first + Q`` with ``t + w <= d``, and ``d <= t + w + L`` for a look-ahead L. The result is not divided
+    by the count ``N_t``; that is a variant of the target (``kvpop_vllm.distill.targets``). It carries no gradient.
 
     Args:
-        q: ``[B, Hq, S, D]``.
+        q: ``[B, Hq, Q, D]``.
         k: ``[B, H, S, D]``.
-        lse: ``[B, Hq, S]``, log-normalisers of the queries, from sparse or dense attention.
+        lse: ``[B, Hq, Q]``, log-normalisers of the queries, from sparse or dense attention.
         window: w.
         scale: factor on q . k.
         lookahead: L in tokens, or None for all later queries.
+        first: position of the first query, where the first key has position 0.
         impl: implementation.
 
     Returns:
-        ``[B, Hq, S]``, float32 (float64 for float64); -inf for ``t >= S - w``, which has no later query.
+        ``[B, Hq, S]``, float32 (float64 for float64); -inf for a key without such a query.
 
     Raises:
-        ValueError: shapes that do not match, w < 1 or L < 0.
+        ValueError: shapes that do not match, w < 1, L < 0 or first < 0.
     """
-    _grouped("future_attention_mass", q, k)
+    _grouped("future_attention_mass", q, k, "Q")
     _same("lse and q, but for the last axis,", lse.shape, q.shape[:-1])
-    if window < 1 or (lookahead is not None and lookahead < 0):
-        raise ValueError(f"future_attention_mass needs window >= 1 and lookahead >= 0, got {window} and {lookahead}")
+    if window < 1 or (lookahead is not None and lookahead < 0) or first < 0:
+        raise ValueError(
+            f"future_attention_mass needs window >= 1, lookahead >= 0 and first >= 0, got {window}, {lookahead} and {first}"
+        )
     run = resolve("future_attention_mass", impl, q)
-    return run(q.detach(), k.detach(), lse.detach(), window=window, scale=scale, lookahead=lookahead)
+    return run(q.detach(), k.detach(), lse.detach(), window=window, scale=scale, lookahead=lookahead, first=first)
 
 
 def boundary_loss(
