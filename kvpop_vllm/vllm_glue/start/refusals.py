@@ -37,7 +37,7 @@ from kvpop_vllm.supported import (
 )
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
-DRAFT_METHODS = "ngram", "custom_class"
+DRAFT_METHODS = "ngram", "suffix", "custom_class"
 """Methods of speculative decoding that are served: their drafts need no KV cache."""
 METHODS_SERVED = (
     f"choose the method {' or '.join(DRAFT_METHODS)} in --speculative-config, or leave it out (of a checkpoint with a draft"
