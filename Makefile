@@ -28,10 +28,10 @@ GPU_SITE := build/gpu/bundle/site.tar.xz
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies default-policy lm-eval peers prometheus browser gpu gpu-bundle gpu-rehearse gpu-machine oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly newest sanitize mutations lint format bench policies default-policy lm-eval peers suffixes prometheus browser gpu gpu-bundle gpu-rehearse gpu-machine oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | default-policy | lm-eval | peers | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | newest | sanitize | mutations | lint | format | bench | policies | default-policy | lm-eval | peers | suffixes | prometheus | browser | gpu | gpu-bundle | gpu-rehearse | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -83,7 +83,7 @@ browser:
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { echo "[browser] Chromium" && \
 	    apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium chromium-driver >/dev/null; }
 
-nightly: lm-eval peers gpu-rehearse oldest-triton mutations newest
+nightly: lm-eval peers suffixes gpu-rehearse oldest-triton mutations newest
 	@$(MAKE) --no-print-directory test-all MARKS=
 	@$(MAKE) --no-print-directory gpu-rehearse VLLM=0.33
 
@@ -163,6 +163,12 @@ $(GPU_SITE): benchmarks/gpu/bundle.py benchmarks/gpu/fatbin.py benchmarks/gpu/pa
 # For the tasks of examples/lm_eval.
 lm-eval: setup
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts "lm-eval[api,math]==0.4.13"
+
+# For drafts of the method `suffix`: its package, built for the installed torch without its own dependencies.
+suffixes: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts cmake ninja "nanobind==2.9.2" grpcio-tools
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps \
+	    "arctic-inference==0.3.0"
 
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"

@@ -55,7 +55,7 @@ SLOW = {
     "engine/test_kinds_together.py": ["test_chats_with_protected_tokens"],
     "engine/test_requests.py": ["[kvpop-more"],
     "engine/test_snapshots.py": ["test_the_pool_takes_blocks_back[h2o"],
-    "engine/test_speculation.py": ["test_drafts_of_n_grams"],
+    "engine/test_speculation.py": ["test_drafts_of_vllm"],
     "engine/test_traffic.py": ["[kvpop]"],
     "engine/test_variants.py": [""],
     "evaluation/test_corpus.py": ["test_the_command", "test_methods_differ"],

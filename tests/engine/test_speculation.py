@@ -20,7 +20,7 @@ from engine import kinds
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET
-from engine.n_grams import check_n_grams
+from engine.text_drafts import N_GRAMS, SUFFIXES, check_drafts
 from engine.proposer import CONFIG, DRAFTS, DrawnDrafts, drafting, mixed
 from engine.test_cartridges import CartridgeJudge
 from engine.test_cartridges import write as write_cartridge
@@ -402,13 +402,16 @@ def test_policies_that_no_oracle_judges_here(case, kind, policy):
         assert [whole(answers[engine.names[str(i)]]) for i in range(len(jobs))] == texts
 
 
-def test_drafts_of_n_grams(tiny_model, tmp_path):
+@pytest.mark.parametrize("config", [N_GRAMS, SUFFIXES], ids=lambda config: config["method"])
+def test_drafts_of_vllm(tiny_model, tmp_path, config):
     """Answers with drafts of vLLM are the oracle's and those of an engine without speculation, in fewer steps.
 
-    They are made in another process: once vLLM has loaded numba for them, no other engine starts in it.
+    They are made in another process: once vLLM has loaded numba for n-grams, no other engine starts in it.
     """
+    if config is SUFFIXES:
+        pytest.importorskip("arctic_inference", reason="make suffixes installs it")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        pool.submit(check_n_grams, tiny_model("qwen3"), tmp_path).result()
+        pool.submit(check_drafts, tiny_model("qwen3"), tmp_path, config).result()
 
 
 def test_seeds_are_treated_as_stock_treats_them(case):

@@ -39,7 +39,7 @@ from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy, requested
 
 DRAFT_MODELS = "eagle3", "mtp"
 """Methods of speculative decoding whose drafts come from layers, which have dense caches in groups of their own."""
-DRAFT_METHODS = "ngram", "custom_class", *DRAFT_MODELS
+DRAFT_METHODS = "ngram", "suffix", "custom_class", *DRAFT_MODELS
 """Methods of speculative decoding that are served."""
 METHODS_SERVED = (
     f"choose the method {', '.join(DRAFT_METHODS[:-1])} or {DRAFT_METHODS[-1]} in --speculative-config, or leave it out (of a"

@@ -1,4 +1,4 @@
-"""Engine with vLLM's drafts of n-grams, next to one without speculation and the oracle."""
+"""Engine with drafts that vLLM finds in texts, next to one without speculation and the oracle."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from engine.matrix import make_case
 
 from kvpop_vllm.testing import random_prompt
 
-CONFIG = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+N_GRAMS = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+SUFFIXES = {"method": "suffix", "num_speculative_tokens": 5}
 
 
-def check_n_grams(model: str, folder: Path) -> None:
+def check_drafts(model: str, folder: Path, config: dict) -> None:
     """Compare the answers of both engines, and those with drafts with the oracle's.
 
     Raises:
@@ -22,8 +23,8 @@ def check_n_grams(model: str, folder: Path) -> None:
     prompts = [phrase * 9, [*random_prompt(30, seed=4), *phrase * 3]]
     jobs = [Job(prompt=prompt, new=60, scored=False) for prompt in prompts]
     texts = []
-    for config in (None, CONFIG):
-        with serving(setup, num_gpu_blocks_override=301, speculative_config=config) as engine:
+    for drafts in (None, config):
+        with serving(setup, num_gpu_blocks_override=301, speculative_config=drafts) as engine:
             answers = engine.serve(jobs)
             engine.check(answers)
             texts.append([answers[engine.names[name]].outputs[0].token_ids for name in ("0", "1")])
