@@ -153,10 +153,10 @@ def test_what_is_no_ending(engine):
         ((name, answer),) = engine.serve([Job(prompt=[*prompt, *ending], new=9, scored=False)]).items()
         return engine.chunks(name)[:2], answer.outputs[0].token_ids
 
-    def chat(kept: list[int]) -> None:
+    def chat(part: list[int]) -> None:
         """Serve two turns, the second of which has a part of the first one's ending."""
         first = unlike(95, next(seeds))
-        serve([*first, *kept, *serve(first)[1], 5])
+        serve([*first, *part, *serve(first)[1], 5])
 
     for middle in ([7], [7, 8], [7, 9]):
         serve([*unlike(95, 5), *middle])

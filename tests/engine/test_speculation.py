@@ -20,12 +20,12 @@ from engine import kinds
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET
-from engine.text_drafts import N_GRAMS, SUFFIXES, check_drafts
 from engine.proposer import CONFIG, DRAFTS, DrawnDrafts, drafting, mixed
 from engine.test_cartridges import CartridgeJudge
 from engine.test_cartridges import write as write_cartridge
 from engine.test_sharing_features import adapter
 from engine.test_traffic import POLICIES
+from engine.text_drafts import N_GRAMS, SUFFIXES, check_drafts
 from engine.tiny_engine import quick, running
 from threads import one_thread
 from vllm import SamplingParams

@@ -44,7 +44,7 @@ class PromptEndings:
         if hashes > 0 and request.num_tokens > end:
             prompt = tuple(request.all_token_ids[hashes * self.unit : end])
             answer = tuple(request.all_token_ids[max(end, request.num_tokens - ANSWER) :])
-            _put(self._turns, bytes(request.block_hashes[hashes - 1]), _Turn(prompt, answer), most=1024)
+            _put(self._turns, bytes(request.block_hashes[hashes - 1]), _Turn(prompt, answer), limit=1024)
 
     def learn(self, request: Request) -> None:
         """Learn from a request whether it leaves out an ending of the turn before, if it is a later turn."""
@@ -58,10 +58,10 @@ class PromptEndings:
             if len(turn.prompt) - common <= LONGEST and _contains(tokens[common:], turn.answer):
                 endings = self._endings.get(request.cache_salt, {})
                 if common < len(turn.prompt):
-                    _put(endings, turn.prompt[common:], None, most=4)
+                    _put(endings, turn.prompt[common:], None, limit=4)
                 else:
                     endings = {ending: None for ending in endings if turn.prompt[-len(ending) :] != ending}
-                _put(self._endings, request.cache_salt, endings, most=1024)
+                _put(self._endings, request.cache_salt, endings, limit=1024)
             return
 
     def length(self, request: Request) -> int:
@@ -77,9 +77,9 @@ def _contains(tokens: tuple[int, ...], part: tuple[int, ...]) -> bool:
     return any(tokens[i : i + len(part)] == part for i in range(len(tokens) - len(part) + 1))
 
 
-def _put(cache: dict, key, value, most: int) -> None:
-    """Put an entry last in a cache, and take the first out where there are more than ``most``."""
+def _put(cache: dict, key, value, limit: int) -> None:
+    """Put an entry last in a cache, and take the first out where there are more than ``limit``."""
     cache.pop(key, None)
     cache[key] = value
-    if len(cache) > most:
+    if len(cache) > limit:
         del cache[next(iter(cache))]
