@@ -547,7 +547,7 @@ EAGER_STAGES = STAGES | {"enforce_eager": True}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4}
 ARGUMENTS = [
     (
-        "speculative decoding with eagle: choose the method ngram, custom_class, eagle3 or mtp in",
+        "speculative decoding with eagle: choose the method ngram, suffix, custom_class, eagle3 or mtp in",
         {"speculative_config": NGRAM | {"method": "eagle"}},
     ),
     ("speculative decoding with dflash: choose", {"speculative_config": NGRAM | {"method": "dflash"}}),
