@@ -553,7 +553,6 @@ ARGUMENTS = [
     ("speculative decoding with dflash: choose", {"speculative_config": NGRAM | {"method": "dflash"}}),
     ("speculative decoding with medusa: choose", {"speculative_config": NGRAM | {"method": "medusa"}}),
     ("speculative decoding with ngram_gpu: choose", {"speculative_config": NGRAM | {"method": "ngram_gpu"}}),
-    ("speculative decoding with suffix: choose", {"speculative_config": NGRAM | {"method": "suffix"}}),
     ("--kv-transfer-config", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
     ("--kv-offloading-size", {"kv_offloading_size": 1.0}),
     ("--decode-context-parallel-size", {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}),

@@ -208,7 +208,7 @@ LEDGER = (
     Patch("vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer._get_model", "start.backend_choice:load_draft_model", WORKER, "policy",
           "A draft model has the additional_config of the model that it drafts for, and asks for backends in the same way: with a policy "
           "its layers get vLLM's, and dense caches in groups of their own.",
-          "when a backend is asked for with the config of the layer's model", "self"),
+          "when a backend is asked for with the config of the layer's model"),
     Patch("vllm.v1.worker.gpu_model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "policy",
           "Of the layers that share the bytes of a block, vLLM copies what the first one has of it, without the padding of its page, where "
           "another layer has scores and positions: the largest comes first.",
@@ -222,7 +222,7 @@ LEDGER = (
           "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
           "self, num_tokens, num_reqs, *, use_spec_decode"),
     Patch("vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model", "start.backend_choice:load_draft_model", WORKER, "model runner V2",
-          "The same of model runner V2.", "with the one above", "self, target_model"),
+          "The same of model runner V2.", "with the one above"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.initialize_kv_cache", "run.block_copies:initialize_kv_cache", WORKER, "model runner V2",
           "The same of model runner V2.", "with the one above", "self"),
     Patch("vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn", "run.step_requests:prepare_attn", WORKER, "model runner V2",

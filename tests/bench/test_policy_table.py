@@ -157,7 +157,7 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, monk
 
     def wrong(q, *arguments, **options):
         out, lse = right(q, *arguments, **options)
-        return 0.5 * out, lse
+        return out.mul_(0.5), lse
 
     monkeypatch.setattr("kvpop_vllm.kernels.ops.prefill_chunk", wrong)
     for parts in (["quality", "steps"], ["steps"]):

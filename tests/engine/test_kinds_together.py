@@ -231,9 +231,9 @@ def test_gates_of_two_workers(gated, monkeypatch, ranks):
 
 @pytest.mark.slow
 def test_gates_with_adapters(gated, tmp_path):
-    """On a CPU vLLM has no adapters next to experts, as in gpt-oss."""
-    if gated.kind != "gpt_oss":
-        check_adapter(gated, tmp_path)
+    if gated.kind == "gpt_oss":
+        pytest.skip("on a CPU vLLM has no adapters next to experts")
+    check_adapter(gated, tmp_path)
 
 
 @pytest.mark.slow

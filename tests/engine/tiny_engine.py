@@ -64,7 +64,11 @@ def quick() -> Iterator[None]:
 def start(model, policy: dict | None, **options):
     """Return a float32 engine in this process, eager unless told otherwise."""
     from vllm import LLM
+    from vllm.distributed import parallel_state
 
+    # groups that an earlier engine has left, which has stopped or is alone in its groups too, may lack that of experts
+    if parallel_state.model_parallel_is_initialized() and parallel_state._EP is None:
+        parallel_state.destroy_model_parallel()
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     additional = {} if policy is None else {"kv_policy": policy}
     options = sizes | {"enforce_eager": True} | options

@@ -87,13 +87,22 @@ class _Gated:
         gate_inputs: what the gate reads.
     """
 
-    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output_shape: torch.Size | None = None,
+        output_dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
         """Return the layer's attention ``[T, Hq * D]``.
 
         Args:
             query: ``[T, Hq * D]``.
             key: ``[T, H * D]``.
             value: ``[T, H * D]``.
+            output_shape: shape of the output for layers whose values are narrower than keys, which no policy serves.
+            output_dtype: dtype of the output, None for that of queries.
         """
         gate, inputs = self.gates[0], self.gate_inputs
         hidden, channel = inputs.hidden, inputs.channel
@@ -105,7 +114,7 @@ class _Gated:
         heads = ((query, self.num_heads), (key, self.num_kv_heads), (value, self.num_kv_heads))
         q, k, v = (x.view(-1, count, self.head_size) for x, count in heads)
         signals = Signals(hidden.flatten(0, -2), k, v, channel)  # models of transformers have [1, T, E]
-        gate_scores, output = gate(signals), torch.empty_like(query)
+        gate_scores, output = gate(signals), torch.empty_like(query, dtype=output_dtype)
         torch.ops.kvpop_vllm.attention_with_gate_scores(q, k, v, gate_scores, output.view_as(q), self.layer_name)
         return output
 
