@@ -24,7 +24,7 @@ from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.requests import RESOLVED, RequestSlots
+from kvpop_vllm.requests import RESOLVED
 from kvpop_vllm.testing import DisturbedSums, random_prompt, write_tiny_model
 from kvpop_vllm.testing.models import write_smollm3
 from kvpop_vllm.vllm_glue.extras.cartridge_names import names_of
@@ -343,7 +343,7 @@ def test_a_request_that_waits_holds_no_copies(served):
     placed = [list(names_of(served.engine.engine.vllm_config).placed[name]) for name in ("plain", "biased")]
 
     def request(name: str, cartridges: list):
-        slots = RequestSlots(64 + 128, 64 + 128, BUDGET, 16, cartridges=cartridges)
+        slots = [64 + 128, 64 + 128, BUDGET, 16, None, 0, 0, cartridges]
         params = SimpleNamespace(extra_args={RESOLVED: slots})
         return SimpleNamespace(request_id=name, sampling_params=params, num_prompt_tokens=200, max_tokens=5)
 
