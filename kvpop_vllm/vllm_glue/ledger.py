@@ -1,8 +1,9 @@
 """Ledger of everything in vLLM's modules that this package changes; :mod:`kvpop_vllm.vllm_glue.install` puts it in place.
 
 Registered extension points come first. Functions without one are wrapped. Without a policy each wrapper calls the
-original with unchanged arguments and returns its result. An exception are sampling on a CPU with seeds and with drafts,
-which vLLM does wrongly: engines without a policy that start in the process of one with a policy are mended too.
+original with unchanged arguments and returns its result. Exceptions are sampling on a CPU with seeds and with drafts,
+which vLLM does wrongly, and copies of blocks, which it does slowly: engines without a policy that start in the process of
+one with a policy are mended too.
 """
 
 from __future__ import annotations
