@@ -87,14 +87,14 @@ def _allowed(setting: Setting, text: str) -> str:
     return text
 
 
-def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more) -> None:
+def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **options) -> None:
     """Add an option of a `kvpop` subcommand that takes the values of a setting.
 
     Args:
         parser: parser or group of the subcommand.
         name: name of the setting. The option is called like it.
         help: help of the option.
-        more: further arguments of ``add_argument``, such as ``nargs``.
+        options: more arguments of ``add_argument``, such as ``nargs``.
     """
     setting = next(entry for entry in SETTINGS if entry.name == name)
     values = {"type": setting.kind, "metavar": setting.metavar}
@@ -106,4 +106,4 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
         values["type"] = protected
     elif setting.kind is int:
         values["type"] = positive if setting.minimum else non_negative
-    parser.add_argument(f"--{name.replace('_', '-')}", help=help, **values, **more)
+    parser.add_argument(f"--{name.replace('_', '-')}", help=help, **values, **options)

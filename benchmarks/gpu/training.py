@@ -68,8 +68,8 @@ def _right(bench: Bench, kernel, exact, inputs, grad, names: list[str]) -> Itera
     results = []
     for run, dtype in ((kernel, bench.dtype), (exact, torch.float64), (exact, bench.dtype)):
         leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        out, other = run(*leaves)
-        results.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)), other)[: len(names)])
+        out, second = run(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)), second)[: len(names)])
     for name, *three in zip(names, *results, strict=True):
         yield from within(bench, *three, name)
 
@@ -96,7 +96,7 @@ def mlstm_right(bench: Bench) -> Iterator[dict]:
     """
     length, features, width, delay = (45, 16, 16, 9) if bench.small else (700, 64, 128, 64)
     q, k = (_draw(bench, i, 1, 2, length, features).abs() for i in (1, 2))
-    v, igate, fgate = (_draw(bench, i, 1, 2, length, *more) for i, more in ((5, (width,)), (3, ()), (4, ())))
+    v, igate, fgate = (_draw(bench, i, 1, 2, length, *width_of) for i, width_of in ((5, (width,)), (3, ()), (4, ())))
     inputs, grad = (q, k, v, igate, fgate + 2), _draw(bench, 9, 1, 2, length, width, dtype=torch.float32)
 
     kernel, exact = (partial(ops.delayed_mlstm, delay=delay, chunk=16, impl=impl) for impl in ("triton", "reference"))
@@ -172,7 +172,9 @@ def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
     The floor is its tensors read and written once at the bandwidth of a copy.
     """
     q, k = (_draw(bench, i, 1, KV_HEADS, LENGTH, SIZE // 2).abs() for i in (1, 2))
-    v, igate, fgate = (_draw(bench, i, 1, KV_HEADS, LENGTH, *more) for i, more in ((5, (SIZE,)), (3, ()), (4, ())))
+    v, igate, fgate = (
+        _draw(bench, i, 1, KV_HEADS, LENGTH, *width_of) for i, width_of in ((5, (SIZE,)), (3, ()), (4, ()))
+    )
     inputs = [x.requires_grad_() for x in (q, k, v, igate, fgate)]
     grad = _draw(bench, 9, *v.shape, dtype=torch.float32)
     priority = _draw(bench, 0, 1, KV_HEADS, LENGTH, dtype=torch.float32)

@@ -280,8 +280,8 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     wrong = ((starts < tokens_seen) | (starts > tokens_seen + staged)) & (starts > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()
-        more = f" and holds {int(staged[r, h])} staged drafts" if pages.layout.drafts else ""
+        staged_drafts = f" and holds {int(staged[r, h])} staged drafts" if pages.layout.drafts else ""
         raise StepOrderError(
             f"request {batch.requests[r]}: step starts at position {int(batch.starts[r])},"
-            f" but its cache has seen {int(tokens_seen[r, h])} tokens{more}"
+            f" but its cache has seen {int(tokens_seen[r, h])} tokens{staged_drafts}"
         )

@@ -12,6 +12,7 @@ import pytest
 from engine.draft_models import DRAFTS, right_drafts, write_eagle3, write_mtp
 from engine.driving import Job, preempt_all, serving
 from engine.matrix import BUDGET, make_case
+from engine.test_speculation import nothing_is_left  # noqa: F401
 from engine.tiny_engine import configure
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
@@ -41,15 +42,6 @@ def served(request, tiny_model, tmp_path_factory):
     setup = make_case(model, folder / "scorer", policy, **options)
     with serving(setup, speculative_config=speculation, enable_prefix_caching=False, **SIZES) as engine:
         yield engine
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(request):
-    engine = request.getfixturevalue("served") if "served" in request.fixturenames else None
-    if engine is not None:
-        engine.chunk(None)
-    yield
-    assert engine is None or not engine.leaks()
 
 
 def jobs_of(*lengths: int, new: int = 40) -> list[Job]:
