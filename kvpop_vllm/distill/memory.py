@@ -103,7 +103,7 @@ class Sizes:
 
     @property
     def products(self) -> int:
-        """Parameters that a token is multiplied by."""
+        """Parameters that a token is multiplied by on its way to the logits."""
         return self.layers * self.layer + self.head
 
 
@@ -283,7 +283,8 @@ class Run:
         window, topk = max(recipe.trained, key=sum)
         visible = min(recipe.sinks + window + topk, recipe.length // 2)
         passes = 3 if recipe.trains_base else 1  # the backward pass has two products for one
-        token = passes * (2 * sizes.products + 4 * sizes.layers * sizes.queries * visible)
+        products = sizes.products if recipe.distils else sizes.layers * sizes.layer  # else no logits are formed
+        token = passes * (2 * products + 4 * sizes.layers * sizes.queries * visible)
         token += sizes.layers * (sizes.queries * recipe.length + 6 * sizes.scorer)  # targets, scorers with gradients
         if self.has_teacher:
             token += 2 * sizes.products + 2 * sizes.layers * sizes.queries * recipe.length

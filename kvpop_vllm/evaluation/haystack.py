@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import in_split, share_of
 from kvpop_vllm.distill.sources import Document, documents_of, find_sources
+from kvpop_vllm.distill.splits import in_split, share_of
 from kvpop_vllm.distill.tokens import DocumentEncoder
 
 SHARES = 0.05, 0.05

@@ -14,8 +14,9 @@ from distill.byte_tokenizer import BOS, EOS, byte_tokenizer
 from distill.texts_on_disk import TABLES, documents, equal, pack, pieces, records, stream, texts, write
 
 from kvpop_vllm.distill import sources, tokens
-from kvpop_vllm.distill.data import TokenFile, in_split, share_of
 from kvpop_vllm.distill.sources import documents_of, find_sources
+from kvpop_vllm.distill.splits import in_split, share_of
+from kvpop_vllm.distill.token_file import TokenFile
 
 
 @pytest.fixture
@@ -250,7 +251,7 @@ def test_a_file_that_was_not_written_whole_is_written_again(mixed, tmp_path, mon
     def killed(*args):
         raise KeyboardInterrupt
 
-    for target in ("kvpop_vllm.files.to_disk", "kvpop_vllm.distill.data.write_whole"):
+    for target in ("kvpop_vllm.files.to_disk", "kvpop_vllm.distill.token_file.write_whole"):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(target, killed)
             pack(mixed[0], folder=stored)[0]

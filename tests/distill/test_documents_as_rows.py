@@ -28,20 +28,20 @@ FULL = [f"<user>{t['prompt']}</user>\n<assistant>{t['response']}</assistant>\n" 
 PROMPTS = [len(f"<user>{t['prompt']}</user>\n") for t in TALKS]
 
 
-def rows_of(path, length=200, shortest=60, behind_prompt=False, **options) -> DocumentRows:
-    options = {"validation": 0.0, "test": 0.0, "shortest": shortest, "behind_prompt": behind_prompt} | options
+def rows_of(path, length=200, shortest=60, after_prompt=False, **options) -> DocumentRows:
+    options = {"validation": 0.0, "test": 0.0, "shortest": shortest, "after_prompt": after_prompt} | options
     return DocumentRows(path, byte_tokenizer(), length, **options)
 
 
-@pytest.mark.parametrize("behind_prompt", [False, True])
-def test_a_row_is_a_document_up_to_its_length(tmp_path, behind_prompt):
+@pytest.mark.parametrize("after_prompt", [False, True])
+def test_a_row_is_a_document_up_to_its_length(tmp_path, after_prompt):
     """A pass holds every document that is long enough once, each pass in its own order."""
     path = write(tmp_path, "talks", "jsonl", [*TALKS, {"text": "plain " * 20}])
-    rows = rows_of(path, behind_prompt=behind_prompt)
+    rows = rows_of(path, after_prompt=after_prompt)
     expected = {}
     for text, prompt in zip([*FULL, "plain " * 20], [*PROMPTS, 0], strict=True):
         tokens = [*text.encode(), EOS][:200]
-        if len(tokens) - (prompt if behind_prompt else 0) >= 60:
+        if len(tokens) - (prompt if after_prompt else 0) >= 60:
             expected[tuple(tokens)] = min(prompt, len(tokens) - 1)
     count = len(expected)
     assert 5 < count < 40
@@ -56,8 +56,8 @@ def test_a_row_is_a_document_up_to_its_length(tmp_path, behind_prompt):
 
 def test_documents_from_which_nothing_is_evicted_are_refused(tmp_path):
     path = write(tmp_path, "talks", "jsonl", TALKS[:5])
-    with pytest.raises(ConfigError, match="no document of 150 tokens behind its prompt: give longer documents"):
-        rows_of(path, shortest=150, behind_prompt=True)[0]
+    with pytest.raises(ConfigError, match="no document of 150 tokens after its prompt: give longer documents"):
+        rows_of(path, shortest=150, after_prompt=True)[0]
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 37, 700])

@@ -13,13 +13,18 @@ import torch
 from distill.fake_gpus import TRACKER_SEEN, measured, write_config
 from distill.launching import launch
 from distill.measure_tiny import RECIPE as TINY
+from distill.rows import Rows
 from torch.distributed.run import get_args_parser as torchrun_parser
+from torch.utils.flop_counter import FlopCounterMode
 
 from kvpop_vllm.cli import SERVING_PLAN, TRAINING_PLAN, make_parser
 from kvpop_vllm.distill.command import _refuse_options_of_others, recipe_of
 from kvpop_vllm.distill.hub_data import HubData
 from kvpop_vllm.distill.memory import FLOAT, Run, Sizes
 from kvpop_vllm.distill.recipes import PAPER
+from kvpop_vllm.distill.run import OnlineTeacher
+from kvpop_vllm.distill.sharding import Process
+from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.distill.training_plan import lines_of
 from kvpop_vllm.testing import write_tiny_model
 
@@ -166,6 +171,23 @@ def test_hours_follow_from_the_share_of_the_peak():
         printed = "\n".join(lines_of(make_parser().parse_args([*command.split(), share])))
         hours.append(float(re.search(r"([\d.]+) hours at (\d+)% of 989 TFLOPS a GPU", printed)[1]))
     assert hours[0] > 50 and hours[1:] == pytest.approx([hours[0] / 2, hours[0] / 4], abs=0.1)
+
+
+@pytest.mark.parametrize("train_base", [False, True])
+def test_operations_are_those_of_the_trainers_products(tmp_path, train_base):
+    """Of the matrix products of model and teacher; attention and scorers take other ops, and logits are formed twice."""
+    model = write_tiny_model(tmp_path / "model", "qwen3", hidden=128)
+    recipe = dataclasses.replace(TINY, dtype="float32", train_base=train_base, activation_checkpointing=False, steps=1)
+    process = Process()
+    teacher = OnlineTeacher(model, recipe, process) if recipe.distils else None
+    trainer = Trainer(model, recipe, tmp_path / "out", Rows(recipe.length), teacher=teacher, process=process)
+    with FlopCounterMode(display=False) as counter:
+        trainer.backward(0)
+    operations = counter.get_flop_counts()["Global"]
+    sizes = dataclasses.replace(Sizes.of(model, recipe), queries=0, scorer=0)
+    recomputed = 2 * sizes.head * recipe.batch * recipe.length if recipe.distils else 0
+    counted = Run(sizes, recipe).operations()
+    assert counted == pytest.approx(operations[torch.ops.aten.mm] - recomputed, rel=0.02)
 
 
 def total(**changes) -> float:

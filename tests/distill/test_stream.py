@@ -18,10 +18,11 @@ from distill.train_tiny import LENGTH, RECIPES
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import stream as streams
-from kvpop_vllm.distill.data import DocumentRows, in_split, share_of
+from kvpop_vllm.distill.data import DocumentRows
 from kvpop_vllm.distill.hub_data import HubData
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.sources import Selection
+from kvpop_vllm.distill.splits import in_split, share_of
 from kvpop_vllm.distill.stream import StreamedRows
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.testing import write_tiny_model
@@ -172,7 +173,7 @@ def test_data_sets_take_turns(data, tmp_path):
 
 def test_documents_of_a_stream_as_rows(data, tmp_path):
     folder, all_records = data
-    options = {"validation": 0.0, "test": 0.0, "shortest": 60, "behind_prompt": False}
+    options = {"validation": 0.0, "test": 0.0, "shortest": 60, "after_prompt": False}
     talks = [{"prompt": "Why? " * i, "response": f"{i} " + "So. " * 9} for i in range(1, 40)]
     write(tmp_path / "talks", "train", "jsonl", talks)
     rows = streamed(tmp_path / "talks", 100, pack=False, **options)
@@ -235,7 +236,7 @@ def test_several_processes_tokenise_into_the_same_file(data, tmp_path, prompts):
         rows = (
             pack(folder, **options)
             if not prompts
-            else DocumentRows(folder, byte_tokenizer(), 32, shortest=2, behind_prompt=False, **options)
+            else DocumentRows(folder, byte_tokenizer(), 32, shortest=2, after_prompt=False, **options)
         )
         rows.file.load()
         files.append((options["folder"] / "tokens.bin").read_bytes())

@@ -8,7 +8,7 @@ import pytest
 from distill.tiny_text import VOCABULARY
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import in_split, share_of
+from kvpop_vllm.distill.splits import in_split, share_of
 from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, rows_in_turn, sentences, units_of
 
 

@@ -1,16 +1,17 @@
-"""A hub of model repositories on this machine, for ``HF_ENDPOINT``."""
+"""A hub of repositories on this machine, for ``HF_ENDPOINT``."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 
 
 def commit_of(name: str) -> str:
@@ -23,7 +24,7 @@ def serving(repositories: dict[str, dict[str, Path]]) -> Iterator[tuple[str, lis
     """Serve folders and yield the address and the list of requested paths.
 
     Args:
-        repositories: folder of each revision of each repository.
+        repositories: folder of each revision of each repository; names of data sets begin with ``datasets/``.
     """
     requested: list[str] = []
 
@@ -38,7 +39,7 @@ def serving(repositories: dict[str, dict[str, Path]]) -> Iterator[tuple[str, lis
             for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name.replace("_", "-"), value)
             self.end_headers()
-            if self.command == "GET":
+            if self.command != "HEAD":
                 self.wfile.write(body)
 
         def do_GET(self) -> None:
@@ -46,35 +47,54 @@ def serving(repositories: dict[str, dict[str, Path]]) -> Iterator[tuple[str, lis
             requested.append(path)
             words = path.strip("/").split("/")
             if words[:2] == ["api", "models"]:
-                repository, revision = "/".join(words[2:4]), words[5] if len(words) > 5 else "main"
-                folder = self._find(repository, revision)
-                if folder is None:
-                    exists = repository in repositories
-                    self._answer(404, X_Error_Code="RevisionNotFound" if exists else "RepoNotFound")
-                    return
-                name = next((n for n, f in repositories[repository].items() if f == folder), revision)
-                files = sorted(file for file in folder.rglob("*") if file.is_file())
-                if len(words) > 4 and words[4] == "tree":
-                    rows = [{"type": "file", "path": str(f.relative_to(folder)), "size": f.stat().st_size, "oid": "0" * 40} for f in files]  # fmt: skip
-                    self._answer(200, json.dumps(rows).encode(), Content_Type="application/json")
-                    return
-                body = {"id": repository, "sha": commit_of(f"{repository}@{name}")}
-                body["siblings"] = [{"rfilename": str(file.relative_to(folder))} for file in files]
-                self._answer(200, json.dumps(body).encode(), Content_Type="application/json")
-                return
-            if len(words) > 4 and words[2] == "resolve":
-                repository, revision = "/".join(words[:2]), words[3]
-                folder, name = self._find(repository, revision), "/".join(words[4:])
-                if folder is not None and (folder / name).is_file():
-                    body = (folder / name).read_bytes()
-                    commit = revision if len(revision) == 40 else commit_of(f"{repository}@{revision}")
-                    self._answer(200, body, ETag=f'"{hashlib.sha256(body).hexdigest()}"', X_Repo_Commit=commit)
-                    return
-                self._answer(404, X_Error_Code="EntryNotFound" if folder else "RepoNotFound")
-                return
-            self._answer(404)
+                self._describe("/".join(words[2:4]), words[4:])
+            elif words[:2] == ["api", "datasets"]:
+                self._describe("/".join(words[1:4]), words[4:])
+            elif "resolve" in words[2:4]:
+                end = words.index("resolve")
+                self._send("/".join(words[:end]), words[end + 1], "/".join(words[end + 2 :]))
+            else:
+                self._answer(404)
 
-        do_HEAD = do_GET
+        def _describe(self, repository: str, words: list[str]) -> None:
+            """Answer a question of the API about a repository: its files, some of its paths, or its commit."""
+            question, revision = words[:2] if len(words) > 1 else ("commit", "main")
+            folder = self._find(repository, revision)
+            if folder is None:
+                exists = repository in repositories
+                self._answer(404, X_Error_Code="RevisionNotFound" if exists else "RepoNotFound")
+                return
+            name = next(n for n, f in repositories[repository].items() if f == folder)
+            files = {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
+            if question == "paths-info":
+                form = parse_qs(self.rfile.read(int(self.headers["Content-Length"])).decode())
+                files = {path: file for path, file in files.items() if path in form["paths"]}
+            rows = [
+                {"type": "file", "path": path, "size": file.stat().st_size, "oid": "0" * 40}
+                for path, file in files.items()
+            ]
+            body = {"id": repository.removeprefix("datasets/"), "sha": commit_of(f"{repository}@{name}")}
+            body["siblings"] = [{"rfilename": path} for path in files]
+            answer = rows if question in ("tree", "paths-info") else body
+            self._answer(200, json.dumps(answer).encode(), Content_Type="application/json")
+
+        def _send(self, repository: str, revision: str, name: str) -> None:
+            """Send a file, or a range of its bytes."""
+            folder = self._find(repository, revision)
+            if folder is None or not (folder / name).is_file():
+                unknown = "RevisionNotFound" if repository in repositories else "RepoNotFound"
+                self._answer(404, X_Error_Code="EntryNotFound" if folder else unknown)
+                return
+            body = (folder / name).read_bytes()
+            commit = revision if len(revision) == 40 else commit_of(f"{repository}@{revision}")
+            headers = {"ETag": f'"{hashlib.sha256(body).hexdigest()}"', "X_Repo_Commit": commit}
+            if (part := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers["Range"] or "")) is None:
+                self._answer(200, body, **headers)
+                return
+            first, last = int(part[1]), min(int(part[2] or len(body)), len(body) - 1)
+            self._answer(206, body[first : last + 1], Content_Range=f"bytes {first}-{last}/{len(body)}", **headers)
+
+        do_HEAD = do_POST = do_GET
 
         def log_message(self, *args) -> None:
             pass
