@@ -92,11 +92,13 @@ def recipe_of(options) -> Recipe:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
     if options.action == "teacher":  # the recipe identifies the run that the logits are for
         return recipe
-    off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and overrides[f.name] is False]
-    if unused := recipe.without_effect([n for n, value in overrides.items() if value is not None and n not in off]):
-        name, why = unused
-        remedy = ", or give --train-base" if "frozen" in why else ""
-        raise ConfigError(f"{_flag(name)} {why}: leave it out{remedy}")
+    disabled = [f.name for f in dataclasses.fields(Recipe) if f.default is False and overrides[f.name] is False]
+    if unused := recipe.without_effect(
+        [n for n, value in overrides.items() if value is not None and n not in disabled]
+    ):
+        name, reason = unused
+        remedy = ", or give --train-base" if "frozen" in reason else ""
+        raise ConfigError(f"{_flag(name)} {reason}: leave it out{remedy}")
     return recipe
 
 

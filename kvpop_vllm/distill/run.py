@@ -147,14 +147,14 @@ def train(
     with Process.start() as process, only_run_in(Path(out) / "run"):
         track = find_tracker(tracker) if tracker and process.rank == 0 else None
         rows = rows_of(model, data, recipe, Path(out) / "run", reading)
-        asks = _teacher(teacher, model, rows, recipe, process)
+        teacher_logits = _teacher(teacher, model, rows, recipe, process)
         validation = _validation(rows, validate_every, validation_rows) if validate_every else None
         trainer = Trainer(
             model,
             recipe,
             out,
             rows,
-            teacher=asks,
+            teacher=teacher_logits,
             process=process,
             save_every=save_every,
             validation=validation,

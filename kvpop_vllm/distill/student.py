@@ -69,8 +69,8 @@ class Student(nn.Module):
     def __init__(self, base: nn.Module, scorers: list[Scorer] | list[Gate], recipe: Recipe):
         super().__init__()
         self.base, self.recipe = base, recipe
-        again = recipe.activation_checkpointing
-        self.scorers = nn.ModuleList(LayerScorer(s, again and not isinstance(s, Gate)) for s in scorers)
+        recomputed = recipe.activation_checkpointing
+        self.scorers = nn.ModuleList(LayerScorer(s, recomputed and not isinstance(s, Gate)) for s in scorers)
 
     def roles(self, row: int, prompt: int = 0) -> Retention:
         """Return the budget of a row; rows take the recipe's budgets in turn.
@@ -179,9 +179,9 @@ class Student(nn.Module):
         hidden = self.read(tokens, attend, row)
         loss, parts = self._distillation(hidden, tokens, top, prompt) if recipe.distils else (0.0, {})
         if recipe.trains_gates:
-            cost, more = attend.loss()
+            cost, metrics = attend.loss()
             loss = loss + (recipe.capacity if recipe.phase == "trimkv" else 1.0) * cost
-            parts |= more
+            parts |= metrics
         if observer is not None:
             retention = observer.total()
             loss = loss + retention

@@ -330,8 +330,8 @@ def _refuse_others(folder: Path, before: dict, settings: dict) -> None:
 
 def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
     """Return ``[1, S, ..]`` with zeros up to ``length``; a row that is a document may be shorter."""
-    more = tensor.new_zeros(1, max(0, length - tensor.shape[1]), *tensor.shape[2:])
-    return torch.cat([tensor, more], 1)
+    zeros = tensor.new_zeros(1, max(0, length - tensor.shape[1]), *tensor.shape[2:])
+    return torch.cat([tensor, zeros], 1)
 
 
 def _shard(folder: Path, number: int) -> Path:

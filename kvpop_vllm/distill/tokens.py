@@ -59,8 +59,8 @@ class DocumentEncoder:
             return 0
         text = render(self.tokenizer, content[:-1], document.origin, add_generation_prompt=True)
         prompt = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        same = ids[: len(prompt)] == np.array(prompt[: len(ids)])
-        return len(same) if same.all() else int(same.argmin())
+        agrees = ids[: len(prompt)] == np.array(prompt[: len(ids)])
+        return len(agrees) if agrees.all() else int(agrees.argmin())
 
     def _encoded(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
         """Yield documents with the ids of their stretches.

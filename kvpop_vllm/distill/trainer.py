@@ -118,22 +118,22 @@ class Trainer(Loop):
         if path.exists() and started:
             # options that are newer than a run have their default there
             read = {FORMER_NAMES.get(name, name): value for name, value in read_settings(path).items()}
-            before = self.recipe.defaults() | read
-            if "data" not in before:
+            settings_before = self.recipe.defaults() | read
+            if "data" not in settings_before:
                 raise ConfigError(
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"
                     " --out, or go on with that version"
                 )
-            if self._mixed and before.get("numerics", 1) != NUMERICS:
+            if self._mixed and settings_before.get("numerics", 1) != NUMERICS:
                 raise ConfigError(
                     f"{self.out} holds a run of another version, which computed in bfloat16 in another way: choose another"
                     " --out, or go on with that version"
                 )
             # the data last, because it depends on some of the others
             check_settings(
-                self.out, {name: before.get(name) for name in settings} | {"data": settings["data"]}, settings
+                self.out, {name: settings_before.get(name) for name in settings} | {"data": settings["data"]}, settings
             )
-            if before["data"] != settings["data"]:
+            if settings_before["data"] != settings["data"]:
                 raise ConfigError(
                     "the data is not what the checkpoint was made with (files, tokenizer, length, split or seed have"
                     " changed): restore it or start another run"
@@ -231,9 +231,9 @@ class Trainer(Loop):
         Returns:
             The scorers' config with the range of fitted decays, the decays' parameter, and the lost mass.
         """
-        decay, other = Decay(self.recipe.decay_step, *self.recipe.fitted_range), self.rows.in_other_order()
-        rows = [other[row] for row in range(self.recipe.fit_decay_rows)]
-        prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
+        decay, shuffled = Decay(self.recipe.decay_step, *self.recipe.fitted_range), self.rows.in_other_order()
+        rows = [shuffled[row] for row in range(self.recipe.fit_decay_rows)]
+        prompts = [0 if self.recipe.pack else shuffled.prompt_length(row) for row in range(len(rows))]
         logits, lost = fit_decays(self.student, rows, decay, prompts)
         if is_main():
             decays = torch.stack([log_gamma(layer, decay) for layer in logits]).exp()

@@ -255,11 +255,11 @@ class Loop(ABC):
             self._asked_to_stop = True
 
         # between steps parameters and optimiser agree, within one they need not
-        before = signal.signal(signal.SIGTERM, note)
+        handler = signal.signal(signal.SIGTERM, note)
         try:
             yield
         finally:
-            signal.signal(signal.SIGTERM, before)
+            signal.signal(signal.SIGTERM, handler)
 
     def check_stop(self) -> None:
         """Check that no process was asked to stop; all processes call this together, between steps.

@@ -67,8 +67,8 @@ def _longest_row(run: Run, room: int, positions: int | None) -> str:
     lengths = range(-(-shortest // ROW) * ROW, (positions or run.recipe.length) + 1, ROW)
 
     def exceeds(length: int) -> bool:
-        other = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, length=length))
-        return sum(other.peak()[1].values()) > room
+        longer = dataclasses.replace(run, recipe=dataclasses.replace(run.recipe, length=length))
+        return sum(longer.peak()[1].values()) > room
 
     fitting = bisect_left(lengths, True, key=exceeds)
     of_all = ", all positions of the model" if fitting == len(lengths) and positions else ""

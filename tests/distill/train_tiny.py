@@ -44,6 +44,13 @@ VALIDATION = Validation(4, [Rows(LENGTH, first=5000)[row] for row in range(3)], 
 """Held-out rows, which two or four processes cannot share evenly."""
 
 
+def train(model, out, recipe=RECIPE, rows=None, **options):
+    """Return a trainer of the model in float32, which is its own teacher, with a checkpoint every three steps."""
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
+    trainer_options = {"teacher": teacher, "save_every": 3, "quiet": True} | options
+    return Trainer(model, recipe, out, rows or Rows(recipe.length), **trainer_options)
+
+
 class Mortal(Rows):
     """Rows that send a process, or its launcher, a signal, SIGKILL by default, when it asks for a given row.
 
