@@ -69,7 +69,7 @@ class HubData:
 
     def _refusal(self, error: Exception) -> ConfigError:
         return ConfigError(
-            f"{self.text} cannot be read ({' '.join(str(error).split())}): check the name, or give files"
+            f"{self.text} cannot be read ({' '.join(str(error).split())}): check the name and the connection, or give files"
         )
 
     def table(self):

@@ -191,7 +191,9 @@ class StreamedRows(Rows):
             return next(records, None)
         except (OSError, ValueError, needs("datasets").exceptions.DatasetsError) as error:
             reason = " ".join(str(error.__cause__ or error).split())
-            raise ConfigError(f"{self._names} cannot be read from row {number} on ({reason}): mend the data") from None
+            raise ConfigError(
+                f"{self._names} cannot be read from row {number} on ({reason}): mend the data or the connection"
+            ) from None
 
     def _begin(self, state: dict | None):
         """Return the stream in a state, and an iterator of its records; to end one may take `datasets` seconds."""
