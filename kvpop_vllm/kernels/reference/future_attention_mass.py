@@ -6,8 +6,7 @@ import torch
 
 from kvpop_vllm.kernels.reference.masked_attention import high
 
-BLOCK, QUERIES = 128, 2048
-"""Keys of a block for as many queries; fewer queries get more keys, as each block costs its calls."""
+BLOCK = 128
 
 
 def future_attention_mass(q, k, lse, *, window, scale, lookahead=None, first=0):
@@ -16,9 +15,8 @@ def future_attention_mass(q, k, lse, *, window, scale, lookahead=None, first=0):
     met = min(k.shape[2], end - window) if q.shape[2] else 0  # keys that a query follows
     q, lse = high(q.unflatten(1, (heads, -1))) * scale, high(lse.unflatten(1, (heads, -1)))
     out = lse.new_full((*lse.shape[:-1], k.shape[2]), -torch.inf)
-    block = BLOCK * max(1, QUERIES // max(1, q.shape[3]))
-    for a in range(0, met, block):
-        b = min(a + block, met)
+    for a in range(0, met, BLOCK):
+        b = min(a + BLOCK, met)
         begin = max(first, a + window)
         last = end if lookahead is None else max(begin + 1, min(end, b + window + lookahead))
         queries = slice(begin - first, last - first)
