@@ -384,7 +384,7 @@ SECTIONS = {
     "training-kernels": 180,
     "tiles": 150,
     "generation": 180,
-    "distillation": 120,
+    "distillation": 300,
     "sanitizers": 270,
 }
 """Seconds of the sections of :mod:`gpu.sections`, which are parts that run by name only."""
