@@ -42,9 +42,9 @@ def main(folder):
         goes_on.restore(json.loads(json.dumps(rows.state())))
         result |= {"row": goes_on[219].tolist(), "begin": rows.place.row, "requested": files_of(requested)}
         result["main"] = streamed("hf:owner/name:default/high").fingerprint
-        whole = data.PackedTokens("hf:owner/name@v1:low", byte_tokenizer(), 32)
+        downloaded = data.PackedTokens("hf:owner/name@v1:low", byte_tokenizer(), 32)
         local = data.PackedTokens(root / "v1/low.jsonl", byte_tokenizer(), 32)
-        result["whole"], result["local"] = ([r[j].tolist() for j in range(50)] for r in (whole, local))
+        result["whole"], result["local"] = ([r[j].tolist() for j in range(50)] for r in (downloaded, local))
         errors = []
         for name in REFUSED:
             try:

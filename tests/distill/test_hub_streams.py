@@ -54,8 +54,8 @@ def test_streams_of_a_hub(tmp_path):
     assert len(numbers) > 50 and all(int(number) % 3 for number in numbers) and "main" not in text
     assert result["row"] == result["rows"][-1]
     # the first file for the names of fields, then from the file before that of the place
-    first, *others = result["requested"]
-    assert first == "high-00.jsonl" and "high-08.jsonl" <= min(others) and len({*others}) >= 2
+    first, *following = result["requested"]
+    assert first == "high-00.jsonl" and "high-08.jsonl" <= min(following) and len({*following}) >= 2
     assert result["whole"] == result["local"] and result["main"] != result["fingerprint"]
     revision, data_set, split = result["errors"]
     assert revision.startswith("hf:owner/name@v3:high cannot be read (Revision 'v3' doesn't exist")
