@@ -12,13 +12,17 @@ import torch
 from engine.driving import Job, Watched, watched
 from engine.image_models import without_images
 from engine.tiny_engine import answers, running
+from transformers import AutoModelForCausalLM
 
 from kvpop_vllm import plan
 from kvpop_vllm.cli import make_parser
+from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.supported import POLICY_LAYERS
 from kvpop_vllm.testing import BFLOAT16, KindsOracle, OraclePolicy, write_random_scorer
 
 BUDGET, BLOCK, TOLERANCE, MEMORY = 56, 32, 1e-5, 32 << 20
+CLOSE = 2e-3
+"""Bound on differences of log-probabilities that go through fits of two layers, which solve systems of equations."""
 
 
 def options_of(kind: str) -> dict:
@@ -49,8 +53,9 @@ class Served:
 
     Attributes:
         tolerance: largest difference of log-probabilities.
-        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, so that ties that
-            rounding decides, which are more after recurrent layers and in bfloat16, do not matter.
+        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, and its gate by the input
+            of the engine's attention block, so that ties that rounding decides, which are more after recurrent layers and
+            in bfloat16, do not matter.
     """
 
     engine: object
@@ -108,14 +113,23 @@ class Served:
         assert blocks == planned.requests[self.settings["policy"], BUDGET].blocks, (prompt, new)
 
     def inputs(self, name: str, length: int) -> dict[int, tuple]:
-        """Return queries, keys and values of a request in each layer of the policy, as the engine had them last."""
+        """Return queries, keys and values of a request in each layer of the policy, as the engine had them last.
+
+        With a gate, the input of the attention block follows them.
+        """
         tensors = self.engine.recorder.tensors
         layers = {layer for request, layer, _ in tensors if request == name}
 
         def whole(layer: int, part: str) -> torch.Tensor:
-            return torch.cat(tensors[name, layer, part])[-length:].transpose(0, 1).double()
+            return torch.cat(tensors[name, layer, part])[-length:].double()
 
-        return {layer: tuple(whole(layer, part) for part in ("query", "key", "value")) for layer in layers}
+        def hidden(layer: int) -> list[torch.Tensor]:
+            return [whole(layer, "hidden")] if (name, layer, "hidden") in tensors else []
+
+        parts = "query", "key", "value"
+        return {
+            layer: (*(whole(layer, part).transpose(0, 1) for part in parts), *hidden(layer)) for layer in layers
+        }
 
 
 def distance(answer, exact: torch.Tensor) -> float:
@@ -147,3 +161,22 @@ def distance_of_engine(folder: str, kind: str, policy: dict | None, oracle: Kind
         served = answers(llm, 24)
     fed = [[*answer.prompt_token_ids, *answer.outputs[0].token_ids[:-1]] for answer in served]
     return max(distance(answer, oracle.logprobs(tokens)) for answer, tokens in zip(served, fed, strict=True))
+
+
+def check_made_slots(folder: str, settings: dict, answers: dict) -> None:
+    """Compare answers under a policy that makes slots with a KVpopCache, and show that other slots would give others."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for answer in answers.values():
+        prompt, new = answer.prompt_token_ids, answer.outputs[0]
+
+        def differences(policy: dict) -> list[float]:
+            cache = KVpopCache(model, **policy, prompt=len(prompt))
+            with torch.no_grad():
+                ids = torch.tensor([[*prompt, *new.token_ids[:-1]]])
+                exact = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].log_softmax(-1)
+            rows = zip(exact, new.logprobs, strict=True)
+            return [abs(entry.logprob - float(row[token])) for row, top in rows for token, entry in top.items()]
+
+        assert max(differences(settings)) < CLOSE
+        if len(prompt) > BUDGET:
+            assert max(differences({"policy": "streaming-llm", "budget": BUDGET})) > 10 * CLOSE

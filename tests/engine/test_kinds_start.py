@@ -107,15 +107,16 @@ def test_hits_in_all_groups(family, tmp_path, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chunk", [None, 128])
-def test_hits_in_states(family, tmp_path, chunk):
+@pytest.mark.parametrize("kind", BFLOAT16)
+def test_hits_in_states(family, tmp_path, kind, chunk):
     """A hit takes the state after whole blocks of protected tokens, which a step ends at."""
-    folder, oracle = family("qwen3_next")
+    folder, oracle = family(kind)
     settings, exact = roles("streaming-llm", folder, tmp_path, oracle)
-    tolerance = 2 * distance_of_engine(folder, "qwen3_next", None, oracle)
+    tolerance = 2 * distance_of_engine(folder, kind, None, oracle)
     text = random_prompt(700, seed=7)
     other = text[:560] + random_prompt(100, seed=8)
     cases = [(text, 530, 0), (other, 530, 512), (other, 70, 0), (text, 70, 0), (text, "all", 512), (other, "all", 512)]
-    with serving(folder, settings | {"protect_prompt": "all"}, "qwen3_next") as engine:
+    with serving(folder, settings | {"protect_prompt": "all"}, kind) as engine:
         served = Served(engine, oracle, exact, tolerance)
         for prompt, protect, hit in cases:
             job = Job(prompt=prompt, new=20, scored=False, asks={"kv_protect_prompt": protect})
