@@ -116,7 +116,9 @@ def refused_borrowing(kind: str) -> str | None:
     if kind in BORROWING:
         return None
     served = ", ".join(BORROWING)
-    return f"the gate borrows a channel of the queries, which is known where it is in {served} models only, not in {kind}"
+    return (
+        f"the gate borrows a channel of the queries, which is known where it is in {served} models only, not in {kind}"
+    )
 
 
 PAIRED = frozenset({"llama4_text"})

@@ -189,7 +189,10 @@ class KindsOracle:
         self.kinds: list[str] = AutoConfig.from_pretrained(folder).layer_types
         self.layers = sum(kind in (FULL, HYBRID) for kind in self.kinds)
         ALL_ATTENTION_FUNCTIONS.register(ORACLE_ATTENTION, self._attend)
-        ways = {"attn_implementation": ORACLE_ATTENTION, "experts_implementation": "eager"}  # grouped products are not in float64
+        ways = {
+            "attn_implementation": ORACLE_ATTENTION,
+            "experts_implementation": "eager",
+        }  # grouped products are not in float64
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
         self.arguments = OraclePolicy.full(), None, ()
         self.inputs: Mapping[int, tuple] = {}

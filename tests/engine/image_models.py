@@ -62,7 +62,8 @@ def write_image_model(folder: Path, kind: str, text: str | Path) -> Path:
     """Write a tiny float32 model that takes images, whose language model is the one of a folder; return the new folder."""
     config = AutoConfig.from_pretrained(text).to_dict()
     if kind.startswith("qwen"):
-        config["rope_parameters"] |= {"mrope_section": [4, 6, 6]}
+        interleaved = {"mrope_interleaved": True} if kind == "qwen3_vl" else {}  # vLLM reads it, transformers does not
+        config["rope_parameters"] |= {"mrope_section": [4, 6, 6], **interleaved}
         del config["model_type"]
     if kind == "gemma4":
         config["use_bidirectional_attention"] = "vision"

@@ -127,9 +127,7 @@ class Served:
             return [whole(layer, "hidden")] if (name, layer, "hidden") in tensors else []
 
         parts = "query", "key", "value"
-        return {
-            layer: (*(whole(layer, part).transpose(0, 1) for part in parts), *hidden(layer)) for layer in layers
-        }
+        return {layer: (*(whole(layer, part).transpose(0, 1) for part in parts), *hidden(layer)) for layer in layers}
 
 
 def distance(answer, exact: torch.Tensor) -> float:
@@ -167,16 +165,16 @@ def check_made_slots(folder: str, settings: dict, answers: dict) -> None:
     """Compare answers under a policy that makes slots with a KVpopCache, and show that other slots would give others."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for answer in answers.values():
-        prompt, new = answer.prompt_token_ids, answer.outputs[0]
+        assert distance_of_cache(model, settings, answer) < CLOSE
+        if len(answer.prompt_token_ids) > BUDGET:
+            assert distance_of_cache(model, {"policy": "streaming-llm", "budget": BUDGET}, answer) > 10 * CLOSE
 
-        def differences(policy: dict) -> list[float]:
-            cache = KVpopCache(model, **policy, prompt=len(prompt))
-            with torch.no_grad():
-                ids = torch.tensor([[*prompt, *new.token_ids[:-1]]])
-                exact = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].log_softmax(-1)
-            rows = zip(exact, new.logprobs, strict=True)
-            return [abs(entry.logprob - float(row[token])) for row, top in rows for token, entry in top.items()]
 
-        assert max(differences(settings)) < CLOSE
-        if len(prompt) > BUDGET:
-            assert max(differences({"policy": "streaming-llm", "budget": BUDGET})) > 10 * CLOSE
+@torch.no_grad()
+def distance_of_cache(model, settings: dict, answer) -> float:
+    """Return the largest difference of an answer's log-probabilities from those of a model with a KVpopCache."""
+    prompt, new = answer.prompt_token_ids, answer.outputs[0]
+    cache = KVpopCache(model, **settings, prompt=len(prompt))
+    logits = model(torch.tensor([[*prompt, *new.token_ids[:-1]]]), past_key_values=cache).logits[0]
+    rows = zip(logits[len(prompt) - 1 :].log_softmax(-1), new.logprobs, strict=True)
+    return max(abs(entry.logprob - float(row[token])) for row, top in rows for token, entry in top.items())
