@@ -66,8 +66,8 @@ def main(torchvision: str, model: str, kind: str, out: str) -> None:
         "small": answers(SMALL),
         "chunks": answers(SMALL, long_prefill_token_threshold=16),
     }
-    seen = AutoProcessor.from_pretrained(model)(text=TEXT, images=[image], return_tensors="pt")
-    torch.save(results | {"pixels": seen["pixel_values"], "grid": seen["image_grid_thw"]}, out)
+    image_inputs = AutoProcessor.from_pretrained(model)(text=TEXT, images=[image], return_tensors="pt")
+    torch.save(results | {"pixels": image_inputs["pixel_values"], "grid": image_inputs["image_grid_thw"]}, out)
     del library
 
 
