@@ -167,7 +167,7 @@ def check_made_slots(folder: str, settings: dict, answers: dict) -> None:
     for answer in answers.values():
         assert distance_of_cache(model, settings, answer) < CLOSE
         if len(answer.prompt_token_ids) > BUDGET:
-            assert distance_of_cache(model, {"policy": "streaming-llm", "budget": BUDGET}, answer) > 10 * CLOSE
+            assert distance_of_cache(model, {"policy": "snapkv", "budget": BUDGET}, answer) > 10 * CLOSE
 
 
 @torch.no_grad()
