@@ -291,7 +291,7 @@ class KindsOracle:
             # without the factor, as queries that are given have none
             q_by, k_by, v_by, *hidden_by = self.inputs.get(ordinal, (q / factor, k, v))
             hidden = hidden_by[0] if hidden_by else self.hidden.get(layer)
-            options = {"hidden": hidden, "channel": self.channels.get(layer), "sink_logits": sinks}
+            options = {"hidden": hidden, "channel": self.channels.get(layer), "sink_logits": sinks, "scale": scaling}
             decided = policy.decide(ordinal, q_by * factor, k_by, v_by, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
                 getattr(self.result, name).append(getattr(decided, name))
