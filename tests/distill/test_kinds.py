@@ -311,9 +311,12 @@ def test_gates_of_layers_with_full_attention(root, monkeypatch, kind, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, name", [("gemma3_text", "trimkv"), ("gpt_oss", "dms"), ("nemotron_h", "kvzap")])
+@pytest.mark.parametrize("kind, name", [("gemma3_text", "trimkv"), ("gpt_oss", "kvzap"), ("nemotron_h", "kvzap")])
 def test_recall_of_gates(root, run_kvpop, monkeypatch, kind, name):
-    """Gates of layers with full attention keep more of what held-out text attends to than a window does."""
+    """Gates of layers with full attention keep more of what held-out text attends to than a window does.
+
+    There is no recall of `dms`, which leaves slots free.
+    """
     if not (root / kind).exists():
         write_byte_tokenizer(write_mixed_model(root / kind, kind, vocab_size=VOCABULARY))
     out = root / f"recall-{kind}-{name}"

@@ -44,25 +44,31 @@ LONG = {"triattention": 260}
 
 @pytest.fixture(scope="module")
 def tolerance_of(family):
-    """Return ``find(kind)``, which returns the largest difference of log-probabilities of a family's engines."""
+    """Return ``find(kind)``, which returns the largest difference of log-probabilities of a family's engines.
+
+    In bfloat16 it is three times the one of a stock engine. That one has fewer tokens, and prompts without scores.
+    """
 
     @functools.cache
     def find(kind: str) -> float:
-        return 2 * distance_of_engine(family(kind)[0], kind, None, family(kind)[1]) if kind in BFLOAT16 else TOLERANCE
+        return 3 * distance_of_engine(family(kind)[0], kind, None, family(kind)[1]) if kind in BFLOAT16 else TOLERANCE
 
     return find
 
 
 @pytest.mark.parametrize("kind, name", MATRIX)
 def test_policies_on_attention_layers(family, tolerance_of, tmp_path, kind, name):
-    """Answers are the oracle's, in a pool of NaN."""
+    """Answers are the oracle's, in a pool of NaN. In bfloat16, where they are close, the retained tokens are the same."""
     folder, oracle = family(kind)
     settings, exact, protect, _ = policy_of(folder, tmp_path, name)
     tolerance = tolerance_of(kind)
     with serving(folder, settings, kind) as engine:
         engine.fill_pool(255)
         jobs = [*JOBS, Job(LONG.get(name, 281), new=4)]
-        Served(engine, oracle, exact, tolerance, by_inputs=True).serve(jobs, 16, protect=protect)
+        served = Served(engine, oracle, exact, tolerance, by_inputs=True)
+        for request, answer in served.serve(jobs, 16, protect=protect).items():
+            if kind in BFLOAT16:
+                served.check_retained(request, answer)
 
 
 @pytest.mark.slow
