@@ -25,7 +25,6 @@ from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.scorers.published_checkpoint import is_published
 from kvpop_vllm.supported import (
-    BORROWING,
     CHUNKED,
     FULL,
     FULL_CHECKPOINT_SUFFIX,
@@ -37,6 +36,7 @@ from kvpop_vllm.supported import (
     SLIDING,
     TRANSFORMERS,
     local_size,
+    refused_borrowing,
 )
 
 check_version("transformers", transformers.__version__, TRANSFORMERS)  # before names that other versions lack
@@ -263,11 +263,8 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0, kinds: tuple[str,
     """
     decoder = decoder_of(model)
     kind = decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX)
-    if kind not in BORROWING:
-        raise ConfigError(
-            f"a channel of the queries is to be borrowed, and it is known where it is in {', '.join(BORROWING)} models only, not in {kind}:"
-            " choose another model"
-        )
+    if reason := refused_borrowing(kind):
+        raise ConfigError(f"{reason}: choose another model")
     for block in full_blocks(decoder, kinds):
         # after QK-norm where the model has one
         queries = getattr(block, "q_norm", block.q_proj)

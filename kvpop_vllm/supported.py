@@ -110,6 +110,17 @@ BORROWING = (*ARCHITECTURES, "gemma3_text", "gpt_oss", "nemotron_h")
 HEADS_FIRST = frozenset({"gemma3_text"})
 """Model types in BORROWING whose norm of queries, in transformers, has the axis of heads before that of tokens."""
 
+
+def refused_borrowing(kind: str) -> str | None:
+    """Return why a gate cannot borrow a channel of the queries in models of a type, as errors say it, or None."""
+    if kind in BORROWING:
+        return None
+    served = ", ".join(BORROWING)
+    return (
+        f"the gate borrows a channel of the queries, which is known where it is in {served} models only, not in {kind}"
+    )
+
+
 PAIRED = frozenset({"llama4_text"})
 """Model types whose rotation pairs neighbouring channels in transformers, and the halves of a head in vLLM.
 
@@ -386,22 +397,29 @@ FAMILIES = (
     Family("Qwen3-Next", ("qwen3_next",), "Qwen3NextForCausalLM", "one layer of four (the others have a gated delta net)",
            EQUAL, "Qwen/Qwen3-Next-80B-A3B-Instruct", limit="other dtypes than bfloat16 on a CPU"),
     Family("Qwen3.5", ("qwen3_5_text",), "Qwen3_5ForConditionalGeneration",
-           "one layer of four (the others have a gated delta net)", EQUAL, limit="other dtypes than bfloat16 on a CPU"),
+           "one layer of four (the others have a gated delta net)", EQUAL, "Qwen/Qwen3.5-27B",
+           limit="other dtypes than bfloat16 on a CPU"),
     Family("Qwen3.5 with experts", ("qwen3_5_moe_text",), "Qwen3_5MoeForConditionalGeneration",
-           "one layer of four (the others have a gated delta net)", UNTESTED, limit="other dtypes than bfloat16 on a CPU"),
+           "one layer of four (the others have a gated delta net)", UNTESTED, "Qwen/Qwen3.5-35B-A3B",
+           limit="other dtypes than bfloat16 on a CPU"),
     Family("Gemma 4", ("gemma4_text",), "Gemma4ForCausalLM", "one layer of six, with heads of 512 (the others have windows)",
            EQUAL, "google/gemma-4-31B-it", "--language-model-only"),
     Family("Cohere 2", ("cohere2",), "Cohere2ForCausalLM", "one layer of four (the others have windows)", UNTESTED,
            "CohereLabs/c4ai-command-r7b-12-2024"),
-    Family("Ministral", ("ministral",), "MistralForCausalLM", "the layers of kind `full_attention`", UNTESTED),
+    Family("Ministral", ("ministral",), "MistralForCausalLM", "the layers of kind `full_attention`", UNTESTED,
+           "mistralai/Ministral-8B-Instruct-2410"),
     Family("Qwen2 and Qwen3 with windows", ("qwen2", "qwen3"), "Qwen3ForCausalLM", "the layers of kind `full_attention`",
            UNTESTED),
     Family("Mistral 7B v0.1, Phi-3 with a window", ("mistral", "phi3"), "MistralForCausalLM", "all", UNTESTED,
            "mistralai/Mistral-7B-v0.1", "--max-model-len 4096", "texts beyond the window"),
     Family("LFM2", ("lfm2",), "Lfm2ForCausalLM", "-", "recurrent", "LiquidAI/LFM2-2.6B",
-           read="On a CPU vLLM 0.32's op rotates its queries and keys wrongly, and log-probabilities are off by up to 1.6"),
+           read="On a CPU vLLM 0.32's op rotates its queries and keys wrongly, and log-probabilities are off by up to 1.6. Read "
+           "instead: `lfm2.py` and this op"),
     Family("Jamba, Bamba, Zamba2 and others", ("jamba",), "JambaForCausalLM", "-", "recurrent", "ai21labs/AI21-Jamba-Mini-1.7",
-           read="On a CPU vLLM 0.32 has no kernel that reads Jamba's prompts (`selective_scan_fwd`)"),
+           read="On a CPU vLLM 0.32 has no kernel that reads Jamba's prompts (`selective_scan_fwd`). Read instead: `jamba.py`, "
+           "whose attention does not rotate"),
+    Family("OLMo hybrid", ("olmo_hybrid",), "OlmoHybridForCausalLM", "-", "recurrent",
+           read="On a CPU vLLM 0.32 has Triton's kernels alone for its gated delta net. Read instead: `olmo_hybrid.py`"),
     Family("Gemma 2", ("gemma2",), "Gemma2ForCausalLM", "-", "soft-capping", "google/gemma-2-9b-it"),
     Family("Gemma 3n, Gemma 4 E2B and E4B", ("gemma3n_text",), "Gemma3nForCausalLM", "-", "shared KV layers",
            "google/gemma-3n-E4B-it"),

@@ -53,7 +53,6 @@ SLOW = {
     "engine/test_front_ends.py": ["test_engines_with_other_settings", "loaded_late"],
     "engine/test_full_checkpoint.py": ["test_it_equals_the_base_with_the_adapter[llama]"],
     "engine/test_kinds.py": ["test_preempted_requests", "[qwen3_next]", "[qwen3_5_text]"],
-    "engine/test_kinds_start.py": ["test_hits_in_all_groups[gemma3_text]"],
     "engine/test_kinds_together.py": ["test_chats_with_protected_tokens"],
     "engine/test_requests.py": ["[kvpop-more"],
     "engine/test_snapshots.py": ["test_the_pool_takes_blocks_back[h2o"],

@@ -289,7 +289,7 @@ CONFIGS = [
     *((decay(step=x), "decay.step") for x in (0, True, 2**31, 2**70)),
     (decay(low=0.99, high=0.9), "min <= max"),
     (decay(low=0), "0 < min"),
-    (decay(high="1"), "min <= max"),
+    *((decay(**{end: x}), "min <= max") for end, x in (("high", "1"), ("high", True), ("low", True))),
 ]  # fmt: skip
 TENSORS = [
     ("layers.1.igate.bias", ..., "layers.1.igate.bias is missing"),
@@ -780,6 +780,13 @@ def test_gates_of_engines(configure, folder, llama, tmp_path):
     over_kv = write_random_scorer(tmp_path / "kv", llama, "trimkv", reads="kv")
     message = refusal(configure, llama, {"policy": "trimkv", "scorer": str(over_kv)}, tensor_parallel_size=2)
     assert message.endswith("reads the keys and values of all heads: set --tensor-parallel-size 1")
+    gate = {"policy": "trimkv", "scorer": str(write_random_scorer(tmp_path / "cached", llama, "trimkv"))}
+    message = refusal(configure, llama, gate, load_format="ipc_cache")
+    assert message == (
+        "--kv-policy trimkv, which has a gate, cannot be combined with weights of a weight cache: leave --load-format"
+        " ipc_cache out"
+    )
+    configure(llama, STREAMING, load_format="ipc_cache")
     for shifted in (False, True):
         scorer = write_random_scorer(tmp_path / f"own-{shifted}", llama, "dms", shifted=shifted)
         message = refusal(configure, llama, {"policy": "dms", "scorer": str(scorer), "window": 1})

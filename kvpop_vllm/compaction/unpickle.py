@@ -50,6 +50,8 @@ def main(source: Path, target: Path) -> None:
         raise ValueError("no dict with trainable_keys and trainable_values")
     if unknown := sorted(set(tensors) - set(NAMES), key=str):
         raise ValueError(f"unknown key {unknown[0]!r}")
+    if twice := [part for part in ("keys", "values") if {f"fixed_{part}", f"frozen_{part}"} <= set(tensors)]:
+        raise ValueError(f"fixed_{twice[0]} and frozen_{twice[0]}, which are two names of the same")
     named = {f"{NAMES[n]}.{i}": t for n, value in tensors.items() for i, t in enumerate(tensors_of(value, n))}
     # views of one storage could stand for many times the file
     if sum(t.numel() * t.element_size() for t in named.values()) > 2 * size:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
-from kvpop_vllm.supported import BORROWING
+from kvpop_vllm.supported import refused_borrowing
 
 
 class DMS(Gated):
@@ -32,12 +32,8 @@ class DMS(Gated):
 
     def prepare(self):
         super().prepare()
-        kind = self.model.model_type
-        if self.borrows and kind not in BORROWING:
-            raise ConfigError(
-                f"the gate borrows a channel of the queries, which is known where it is in {', '.join(BORROWING)} models only, not in"
-                f" {kind}: choose another scorer"
-            )
+        if self.borrows and (reason := refused_borrowing(self.model.model_type)):
+            raise ConfigError(f"{reason}: choose another scorer")
 
     @property
     def borrows(self):

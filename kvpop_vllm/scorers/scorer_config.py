@@ -152,7 +152,8 @@ class DecayedConfig(ScorerConfig):
         step, low, high = decay["step"], decay["min"], decay["max"]
         if not isinstance(step, int) or isinstance(step, bool) or not 1 <= step <= _INT32_MAX:
             raise ConfigError(f"{source}: decay.step must be an integer from 1 to {_INT32_MAX}, got {step!r}")
-        if not all(isinstance(bound, int | float) for bound in (low, high)) or not 0 < low <= high <= 1:
+        numbers = all(isinstance(bound, int | float) and not isinstance(bound, bool) for bound in (low, high))
+        if not numbers or not 0 < low <= high <= 1:
             raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
 
     def shapes(self, names=()):

@@ -168,7 +168,8 @@ def hint(template: str) -> tuple[tuple[str, ...], bool] | None:
     words = [word for word in template.split(".") if not word.startswith("{") and not word.isdecimal()]
     # qProj is q_proj
     words = [re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).lower().replace("-", "_") for word in words]
-    bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", words[-1]) is not None
+    last = words[-1] if words else ""  # a name of numbers alone
+    bias = re.fullmatch(r"(.*_)?bias|b|b_.*|b[ifo]", last) is not None
     # the last words say most: `q_proj.weight` in `mlstm.q_proj.weight`
     for word in reversed(words):
         tokens = word.split("_")

@@ -114,14 +114,14 @@ class Masses(Ranking):
     """Attention masses of one KV head's tokens."""
 
     def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, how: str
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, how: str, scale: float
     ) -> None:
         """Begin without any mass.
 
         ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]``, ``added [S]`` and ``sink_logits [G]`` are the head's.
         """
         self.query, self.key, self.value, self.added, self.how = query, key, value, added, how
-        self.sink_logits = sink_logits
+        self.sink_logits, self.scale = sink_logits, scale
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
     def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
@@ -132,7 +132,7 @@ class Masses(Ranking):
         if self.how == MOMENT_RESIDUAL:
             present = torch.zeros(q, dtype=torch.bool)
             present[visible] = True
-            mass = mass * _residuals(self.key[:q], self.value[:q], present)[tokens].double()
+            mass = mass * _residuals(self.key[:q], self.value[:q], present, self.scale)[tokens].double()
         return {t: (0, token_mass) for t, token_mass in zip(tokens.tolist(), mass.tolist(), strict=True)}
 
     def attend(self, q: int, visible: list[int], retained: set[int]) -> float:
@@ -155,6 +155,7 @@ def retained_by_attention(
     *shape: int,
     added: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    scale: float | None = None,
     **more: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
@@ -172,6 +173,8 @@ def retained_by_attention(
         shape: sinks, ``w`` and ``k``.
         added: see :func:`masked_attention`.
         sink_logits: see :func:`masked_attention`.
+        scale: the model's factor of logits, by default ``1 / sqrt(D)``. Queries of a model with another one are given
+            multiplied, so that their logits have the default factor.
         more: arguments of :func:`retained_by_ranking` by name.
     """
     added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
@@ -179,17 +182,19 @@ def retained_by_attention(
     sink_logits = torch.full((len(query),), -math.inf) if sink_logits is None else sink_logits
     query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
     heads = zip(query, key, value, added, sink_logits, strict=True)
-    rankings = [Masses(*head, how) for head in heads]
+    scale = 1 / math.sqrt(key.shape[-1]) if scale is None else scale
+    rankings = [Masses(*head, how, scale) for head in heads]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
 
 
-def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
+def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor, scale: float) -> torch.Tensor:
     """Return the distance of each value from its prediction by the moments of the tokens that are not seen.
 
     Args:
         key: ``[n, D]``.
         value: ``[n, D]``.
         present: ``[n]`` booleans, True for the tokens that are seen.
+        scale: the model's factor of logits.
 
     Returns:
         ``[n]``.
@@ -197,4 +202,4 @@ def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor) ->
     if present.all():
         return value.norm(dim=-1)
     _, _, value_mean, covariance = moments(key[~present], value[~present])
-    return (value - value_mean - key @ covariance.T / math.sqrt(key.shape[-1])).norm(dim=-1)
+    return (value - value_mean - scale * key @ covariance.T).norm(dim=-1)

@@ -22,7 +22,8 @@ from .oracle_policy import OraclePolicy
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 RECURRENT, HYBRID = "linear_attention", "hybrid"
-_NAME = "oracle_of_kinds"
+ORACLE_ATTENTION = "oracle_of_kinds"
+"""Name of the oracle's attention among transformers' functions."""
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.0, 0.7, 0.3
 # weights of norms of queries and keys, more than their identity: larger spreads enlarge rounding more than influence
 _SELECTIVE = 0.4
@@ -187,8 +188,11 @@ class KindsOracle:
         self.config = json.loads((Path(folder) / "config.json").read_text())
         self.kinds: list[str] = AutoConfig.from_pretrained(folder).layer_types
         self.layers = sum(kind in (FULL, HYBRID) for kind in self.kinds)
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
-        ways = {"attn_implementation": _NAME, "experts_implementation": "eager"}  # grouped products are not in float64
+        ALL_ATTENTION_FUNCTIONS.register(ORACLE_ATTENTION, self._attend)
+        ways = {
+            "attn_implementation": ORACLE_ATTENTION,
+            "experts_implementation": "eager",
+        }  # grouped products are not in float64
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **ways).eval()
         self.arguments = OraclePolicy.full(), None, ()
         self.inputs: Mapping[int, tuple] = {}
@@ -210,7 +214,8 @@ class KindsOracle:
             tokens: S token ids.
             policy: policy of the layers with full attention. Everything is kept if omitted.
             inputs: queries ``[Hq, S, D]``, keys and values ``[H, S, D]`` by which the policy decides in each of these
-                layers, by default those of this run. An engine decides by its own, which are rounded.
+                layers, with a gate also the input of the attention block ``[S, E]``, by default those of this run. An engine
+                decides by its own, which are rounded.
         """
         return self.run(tokens, policy, inputs=inputs).logprobs
 
@@ -230,7 +235,7 @@ class KindsOracle:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         # names are global, and another oracle may have registered its own function
-        ALL_ATTENTION_FUNCTIONS.register(_NAME, self._attend)
+        ALL_ATTENTION_FUNCTIONS.register(ORACLE_ATTENTION, self._attend)
         self.arguments, self.inputs = (policy or OraclePolicy.full(), visible, bias), inputs or {}
         self.result = OracleRun(torch.empty(0), [], [], [], [])
         logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
@@ -284,8 +289,9 @@ class KindsOracle:
             forced = None if visible is None else visible[ordinal]
             nudged = [(head, token, by) for of_layer, head, token, by in bias if of_layer == ordinal]
             # without the factor, as queries that are given have none
-            q_by, k_by, v_by = self.inputs.get(ordinal, (q / factor, k, v))
-            options = {"hidden": self.hidden.get(layer), "channel": self.channels.get(layer), "sink_logits": sinks}
+            q_by, k_by, v_by, *hidden_by = self.inputs.get(ordinal, (q / factor, k, v))
+            hidden = hidden_by[0] if hidden_by else self.hidden.get(layer)
+            options = {"hidden": hidden, "channel": self.channels.get(layer), "sink_logits": sinks, "scale": scaling}
             decided = policy.decide(ordinal, q_by * factor, k_by, v_by, forced, nudged, **options)
             for name in ("visible", "margins", "scores", "lost"):
                 getattr(self.result, name).append(getattr(decided, name))

@@ -203,6 +203,7 @@ class OraclePolicy:
         channel: torch.Tensor | None = None,
         added: torch.Tensor | None = None,
         sink_logits: torch.Tensor | None = None,
+        scale: float | None = None,
     ) -> LayerDecisions:
         """Decide which tokens of a whole sequence a layer retains.
 
@@ -218,6 +219,7 @@ class OraclePolicy:
             channel: see :func:`raw_scores`.
             added: biases of logits, see :func:`masked_attention`.
             sink_logits: ``[H * G]``, likewise.
+            scale: see :func:`retained_by_attention`.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
@@ -226,7 +228,7 @@ class OraclePolicy:
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             inputs = query, key, value, self.scorer, *shape
-            more = {"added": added, "sink_logits": sink_logits, "forced": forced, "bias": bias}
+            more = {"added": added, "sink_logits": sink_logits, "scale": scale, "forced": forced, "bias": bias}
             return LayerDecisions(*retained_by_attention(*inputs, **more))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))

@@ -72,6 +72,10 @@ REFUSALS = {
     "code": (hostile, "tensors alone: UnpicklingError: it holds more than tensors and lists"),
     "no cartridge": (lambda path: [1, 2], "no dict with trainable_keys"),
     "more": (lambda path: published(0, 64, list) | {"optimizer": {}}, "unknown key 'optimizer'"),
+    "one part by two names": (
+        lambda path: (source := published(4, 60, list)) | {"frozen_values": source["fixed_values"]},
+        "fixed_values and frozen_values, which are two names of the same",
+    ),
     "no tensors": (lambda path: published(0, 64, list) | {"fixed_keys": [3]}, "fixed_keys is not a list of tensors"),
     "larger than the file": (
         lambda path: published(0, 64, list) | {"trainable_keys": [torch.zeros(1).expand(1, 2, 1 << 30, 32)] * 2},

@@ -1,11 +1,12 @@
-"""Tiny models that take images too, with the language model of a tiny text model, and without torchvision.
+"""Tiny models that take images too, with the language model of a tiny text model, and the oracle of such models.
 
 vLLM's modules of these models import processors of images, and those import torchvision, which an environment of this
-project lacks. What takes its place has no function, so nothing that looks at an image can run.
+project lacks. For texts something without functions takes its place. image_requests.py has torchvision itself.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,9 @@ from unittest import mock
 import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvpop_vllm.testing.oracle_kinds import FULL, ORACLE_ATTENTION, KindsOracle
 
 MODULES = "", ".transforms", ".transforms.v2", ".transforms.functional", ".transforms.v2.functional"
 VISION = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
@@ -58,7 +62,8 @@ def write_image_model(folder: Path, kind: str, text: str | Path) -> Path:
     """Write a tiny float32 model that takes images, whose language model is the one of a folder; return the new folder."""
     config = AutoConfig.from_pretrained(text).to_dict()
     if kind.startswith("qwen"):
-        config["rope_parameters"] |= {"mrope_section": [4, 6, 6]}
+        interleaved = {"mrope_interleaved": True} if kind == "qwen3_vl" else {}  # vLLM reads it, transformers does not
+        config["rope_parameters"] |= {"mrope_section": [4, 6, 6], **interleaved}
         del config["model_type"]
     if kind == "gemma4":
         config["use_bidirectional_attention"] = "vision"
@@ -89,6 +94,42 @@ def write_processor(folder: Path, kind: str) -> None:
     }[kind]
     options = {"video_processor": videos(patch_size=patch), "chat_template": "{{ messages }}"}
     processor(image_processor=images, tokenizer=tokenizer, **options).save_pretrained(folder)
+
+
+def noise():
+    """Return an image of random pixels."""
+    from PIL import Image
+
+    pixels = torch.randint(256, (112, 112, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return Image.fromarray(pixels.numpy())
+
+
+class ImageOracle(KindsOracle):
+    """The oracle of a model whose layers have full attention and whose prompts have images, all of them the same one."""
+
+    def __init__(self, folder: Path, pixels: torch.Tensor, grid: torch.Tensor):
+        """Load the model.
+
+        Args:
+            folder: folder of the model.
+            pixels: ``[patches, values]``, the image as the model's processor makes it.
+            grid: ``[1, 3]``, its numbers of patches.
+        """
+        self.config = json.loads((folder / "config.json").read_text())["text_config"]
+        self.kinds = [FULL] * self.config["num_hidden_layers"]
+        self.inputs, self.hidden, self.channels = {}, {}, {}
+        ALL_ATTENTION_FUNCTIONS.register(ORACLE_ATTENTION, self._attend)
+        ways = {"text_config": ORACLE_ATTENTION, "vision_config": "eager"}
+        model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float64, attn_implementation=ways)
+        self.image_token = token = model.config.image_token_id
+
+        def read(tokens: torch.Tensor, **options):
+            is_image = tokens == token
+            count = int(is_image.sum()) * model.config.vision_config.spatial_merge_size**2 // len(pixels)
+            images = {"pixel_values": pixels.double().repeat(count, 1), "image_grid_thw": grid.repeat(count, 1)}
+            return model.eval()(tokens, mm_token_type_ids=is_image.int(), **images, **options)
+
+        self.model = read
 
 
 @contextmanager

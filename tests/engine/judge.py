@@ -133,7 +133,7 @@ class Judge:
         assert sorted(retained) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
         while True:
             reference = self.reference(tokens, nudges, prompt)
-            difference = _first_difference(reference.exact, retained)
+            difference = first_difference(reference.exact, retained)
             if difference is None:
                 return reference, nudges
             layer, head, first, last = difference
@@ -174,7 +174,7 @@ def _check_tokens(answer, run: OracleRun, budget: float) -> None:
         assert close or token == int(best[row]), f"request {answer.request_id}: token {token} after position {row}"
 
 
-def _first_difference(run: OracleRun, retained) -> tuple[int, int, int, int] | None:
+def first_difference(run: OracleRun, retained) -> tuple[int, int, int, int] | None:
     """Return layer, head, first and last query of the first decision that differs, or None.
 
     Differences in later layers follow from it.

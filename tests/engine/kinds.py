@@ -11,14 +11,21 @@ import pytest
 import torch
 from engine.driving import Job, Watched, watched
 from engine.image_models import without_images
+from engine.judge import first_difference
 from engine.tiny_engine import answers, running
+from transformers import AutoModelForCausalLM
 
 from kvpop_vllm import plan
 from kvpop_vllm.cli import make_parser
+from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.supported import POLICY_LAYERS
 from kvpop_vllm.testing import BFLOAT16, KindsOracle, OraclePolicy, write_random_scorer
 
 BUDGET, BLOCK, TOLERANCE, MEMORY = 56, 32, 1e-5, 32 << 20
+CLOSE = 2e-3
+"""Bound on differences of log-probabilities that go through fits of two layers, which solve systems of equations."""
+ROUNDED = 6
+"""Models with rounded weights, of which at least one decides near-ties as an engine does."""
 
 
 def options_of(kind: str) -> dict:
@@ -49,8 +56,9 @@ class Served:
 
     Attributes:
         tolerance: largest difference of log-probabilities.
-        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, so that ties that
-            rounding decides, which are more after recurrent layers and in bfloat16, do not matter.
+        by_inputs: True if the oracle's policy decides by the engine's queries, keys and values, and its gate by the input
+            of the engine's attention block, so that ties that rounding decides, which are more after recurrent layers and
+            in bfloat16, do not matter.
     """
 
     engine: object
@@ -84,6 +92,12 @@ class Served:
             row = exact[len(prompt) - 1 + i]
             assert float(row.max() - row[token]) <= 2 * self.tolerance
 
+    def check_retained(self, name: str, answer) -> None:
+        """Compare the tokens that heads retain after each step of a request with the oracle's."""
+        fed = *answer.prompt_token_ids, *answer.outputs[0].token_ids[:-1]
+        run = self.oracle.run(fed, self.policy, inputs=self.inputs(name, len(fed)))
+        assert first_difference(run, self.engine.recorder.retained[name]) is None
+
     def check_plan(self, prompt: int, new: int, *words: str) -> None:
         """Serve a request, and compare the pool's blocks, and the most that the request held, with those of `kvpop plan`.
 
@@ -108,14 +122,21 @@ class Served:
         assert blocks == planned.requests[self.settings["policy"], BUDGET].blocks, (prompt, new)
 
     def inputs(self, name: str, length: int) -> dict[int, tuple]:
-        """Return queries, keys and values of a request in each layer of the policy, as the engine had them last."""
+        """Return queries, keys and values of a request in each layer of the policy, as the engine had them last.
+
+        With a gate, the input of the attention block follows them.
+        """
         tensors = self.engine.recorder.tensors
         layers = {layer for request, layer, _ in tensors if request == name}
 
         def whole(layer: int, part: str) -> torch.Tensor:
-            return torch.cat(tensors[name, layer, part])[-length:].transpose(0, 1).double()
+            return torch.cat(tensors[name, layer, part])[-length:].double()
 
-        return {layer: tuple(whole(layer, part) for part in ("query", "key", "value")) for layer in layers}
+        def hidden(layer: int) -> list[torch.Tensor]:
+            return [whole(layer, "hidden")] if (name, layer, "hidden") in tensors else []
+
+        parts = "query", "key", "value"
+        return {layer: (*(whole(layer, part).transpose(0, 1) for part in parts), *hidden(layer)) for layer in layers}
 
 
 def distance(answer, exact: torch.Tensor) -> float:
@@ -147,3 +168,36 @@ def distance_of_engine(folder: str, kind: str, policy: dict | None, oracle: Kind
         served = answers(llm, 24)
     fed = [[*answer.prompt_token_ids, *answer.outputs[0].token_ids[:-1]] for answer in served]
     return max(distance(answer, oracle.logprobs(tokens)) for answer, tokens in zip(served, fed, strict=True))
+
+
+def check_made_slots(folder: str, settings: dict, answers: dict) -> None:
+    """Compare answers under a policy that makes slots with a KVpopCache, and show that other slots would give others.
+
+    Where rounding decides which tokens are chosen, the cache of a model whose weights it changed has the answer.
+    """
+    models = [disturbed(folder, seed) for seed in range(ROUNDED + 1)]
+    for answer in answers.values():
+        assert any(distance_of_cache(model, settings, answer) < CLOSE for model in models)
+        if len(answer.prompt_token_ids) > BUDGET:
+            other = {"policy": "snapkv", "budget": BUDGET}
+            assert min(distance_of_cache(model, other, answer) for model in models) > 10 * CLOSE
+
+
+@torch.no_grad()
+def disturbed(folder: str, seed: int):
+    """Return a model in float32 whose weights differ by rounding, for a seed of 0 as they are."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    draw = torch.Generator().manual_seed(seed)
+    for weight in model.parameters() if seed else ():
+        weight *= 1 + 1e-7 * torch.randn(weight.shape, generator=draw)
+    return model
+
+
+@torch.no_grad()
+def distance_of_cache(model, settings: dict, answer) -> float:
+    """Return the largest difference of an answer's log-probabilities from those of a model with a KVpopCache."""
+    prompt, new = answer.prompt_token_ids, answer.outputs[0]
+    cache = KVpopCache(model, **settings, prompt=len(prompt))
+    logits = model(torch.tensor([[*prompt, *new.token_ids[:-1]]]), past_key_values=cache).logits[0]
+    rows = zip(logits[len(prompt) - 1 :].log_softmax(-1), new.logprobs, strict=True)
+    return max(abs(entry.logprob - float(row[token])) for row, top in rows for token, entry in top.items())

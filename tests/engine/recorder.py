@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -36,10 +38,12 @@ class Recorder:
 
     Attributes:
         retained: request -> layer -> one :class:`Held` per step, in order.
-        tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]`` of each step.
+        tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]`` of each step, and "hidden"
+            -> ``[tokens, E]``, the input of the module around a layer with a gate.
         blocks: one entry per call of the scheduler.
         preemptions: request -> number of preemptions so far.
         slots: slots of each cartridge, by name.
+        hidden: layer -> ``[T, E]``, the input of the module around a layer with a gate in the running step.
     """
 
     llm: object
@@ -48,6 +52,7 @@ class Recorder:
     blocks: list[Blocks] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)
     slots: dict[str, int] = field(default_factory=dict)
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def scheduler(self):
@@ -73,6 +78,8 @@ class Recorder:
             result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
             if metadata is not None and impl.vllm_config is self.llm.llm_engine.vllm_config:
                 tensors = {"query": query, "key": key, "value": value, "out": output}
+                if impl.layer in self.hidden:
+                    tensors["hidden"] = self.hidden[impl.layer]
                 self._after_layer(impl, kv_cache, metadata, tensors)
             return result
 
@@ -81,6 +88,12 @@ class Recorder:
             self._after_schedule()
             return result
 
+        for module in self.runner.model.modules():
+            for layer in module.children():
+                impl = getattr(layer, "impl", None)
+                if isinstance(impl, FixedBudgetImpl) and impl.policy.gated:
+                    see = functools.partial(self._see_hidden, impl.layer, inspect.signature(module.forward))
+                    module.register_forward_pre_hook(see, with_kwargs=True)
         patch.setattr(FixedBudgetImpl, "forward", recorded_forward)
         patch.setattr(self.scheduler, "schedule", recorded_schedule)
 
@@ -94,6 +107,9 @@ class Recorder:
             records.pop(name, None)
         for key in [key for key in self.tensors if key[0] == name]:
             del self.tensors[key]
+
+    def _see_hidden(self, layer: int, signature: inspect.Signature, module, positional: tuple, named: dict) -> None:
+        self.hidden[layer] = signature.bind(*positional, **named).arguments["hidden_states"]
 
     def _after_layer(self, impl, kv_cache, metadata, tensors: dict[str, torch.Tensor]) -> None:
         """Record every request of the batch, which is read from the runner's own ids and lengths."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from engine.image_models import without_images, write_image_model, write_processor
+from engine.image_models import ImageOracle, without_images, write_image_model
 from engine.kinds import BLOCK, TOLERANCE
-from engine.tiny_engine import PROMPTS, configure, generate, quick, scores, stop
-from threads import one_thread
+from engine.tiny_engine import PROMPTS, configure, generate
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
 POLICY = {"policy": "streaming-llm", "budget": 56, "sinks": 4}
-ORACLE = OraclePolicy.streaming(4, 52, 0)
+ORACLE, SMALL = OraclePolicy.streaming(4, 52, 0), OraclePolicy.streaming(4, 36, 0)
+TORCHVISION = "torchvision==0.28.0"
 TEXTS = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -67,40 +72,37 @@ def test_images_that_are_refused(image_model, kind, feature):
     assert feature in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.fixture(scope="session")
+def torchvision(tmp_path_factory) -> Path:
+    """Return a folder with the torchvision that belongs to torch 2.13, without what it requires."""
+    folder = tmp_path_factory.mktemp("torchvision")
+    words = "pip install --quiet --no-deps --only-binary :all: --target".split()
+    got = subprocess.run([sys.executable, "-m", *words, str(folder), TORCHVISION], capture_output=True, text=True)
+    if got.returncode:
+        pytest.skip(f"pip has no {TORCHVISION}, which reads images")
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
-def test_requests_with_images(image_model, monkeypatch, kind):
-    """A budget of the whole prompt equals stock vLLM, and chunks change no answer of a small one, where images are causal."""
-    pytest.importorskip("torchvision", reason="needs torchvision, which vLLM reads images with")
-    from PIL import Image
-    from vllm import LLM, SamplingParams
-    from vllm.model_executor.models import registry
+def test_requests_with_images(image_model, torchvision, tmp_path, kind):
+    """Answers are the oracle's, in chunks too; with a budget of the whole prompt they are stock vLLM's.
 
+    Queries attend to images causally in these models, and tokens of images are evicted like others.
+    """
     folder, _ = image_model(kind)
-    write_processor(folder, kind)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
-    params = SamplingParams(temperature=0, max_tokens=40, logprobs=0, ignore_eos=True)
-    noise = torch.randint(256, (112, 112, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    image = Image.fromarray(noise.numpy())
-    text = "hello <|vision_start|><|image_pad|><|vision_end|> what is this? "
-    prompts = [{"prompt": text * n, "multi_modal_data": {"image": [image] * n}} for n in (1, 2)]
-    sizes = {"max_model_len": 512, "kv_cache_memory_bytes": 16 << 20, "dtype": "float32", "enforce_eager": True}
-    sizes |= {"block_size": BLOCK, "limit_mm_per_prompt": {"image": 2, "video": 0}, "enable_prefix_caching": False}
-
-    def answers(budget: int | None, **options) -> list[list[tuple[int, float]]]:
-        settings = {} if budget is None else {"kv_policy": POLICY | {"budget": budget}}
-        with one_thread(), quick():
-            llm = LLM(str(folder), additional_config=settings, **sizes | options)
-            try:
-                return [scores(answer) for answer in llm.generate(prompts, params, use_tqdm=False)]
-            finally:
-                stop(llm)
-
-    stock, full, small = answers(None), answers(512), answers(40)
-    in_chunks = answers(40, long_prefill_token_threshold=16)
-    for one, other in ((stock, full), (small, in_chunks)):
-        for ours, theirs in zip(one, other, strict=True):
-            assert [token for token, _ in ours] == [token for token, _ in theirs]
-            assert [score for _, score in ours] == pytest.approx([score for _, score in theirs], abs=TOLERANCE)
-    assert all(one != other for one, other in zip(stock, small, strict=True)), "evicted tokens matter"
+    words = "-m", "engine.image_requests", torchvision, folder, kind, tmp_path / "answers"
+    variables = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    subprocess.run([sys.executable, *map(str, words)], env=variables, check=True)
+    results = torch.load(tmp_path / "answers")
+    oracle = ImageOracle(folder, results["pixels"], results["grid"])
+    policies = {"stock": None, "whole": None, "small": SMALL, "chunks": SMALL}
+    for name, policy in policies.items():
+        for prompt, answer in results[name]:
+            assert prompt.count(oracle.image_token) >= 16
+            tokens = [token for token, _ in answer]
+            rows = oracle.logprobs([*prompt, *tokens[:-1]], policy)[len(prompt) - 1 :]
+            for row, (token, score) in zip(rows, answer, strict=True):
+                assert abs(float(row[token]) - score) <= TOLERANCE and float(row.max() - row[token]) <= 2 * TOLERANCE
+    for one, other in zip(results["stock"], results["small"], strict=True):
+        assert one[1] != other[1], "evicted tokens matter"

@@ -6,20 +6,15 @@ An engine under `attention-matching` is compared with a `KVpopCache` instead, as
 from __future__ import annotations
 
 import pytest
-import torch
 from engine.driving import Job, preempt_all, serving, watched
 from engine.judge import KindsJudge
-from engine.kinds import BLOCK
+from engine.kinds import BLOCK, check_made_slots
 from engine.matrix import BUDGET, make_case
 from policies.matrix import ROWS
-from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.supported import FULL
 from kvpop_vllm.testing import OraclePolicy
 
-CLOSE = 2e-3
-"""Bound on differences of log-probabilities, which go through the fits of two layers."""
 JOBS = [Job(1, new=70), Job(57, new=40), Job(130, new=20), Job(200, new=6)]
 CASES = {
     name: (name, {}) for name, row in ROWS.items() if row.scorer != "prompt matching" and row.allocator == "uniform"
@@ -62,20 +57,10 @@ def test_every_policy(family, tmp_path, name):
 
 
 @pytest.mark.slow
-def test_made_slots(family, tmp_path):
+def test_made_slots(family):
     """tests/policies/test_attention_matching.py compares the cache with a naive fit."""
     folder, _ = family("gpt_oss")
-    model, settings = (
-        AutoModelForCausalLM.from_pretrained(folder).eval(),
-        {"policy": "attention-matching", "budget": BUDGET},
-    )
+    settings = {"policy": "attention-matching", "budget": BUDGET}
     with watched(folder, settings, block_size=BLOCK, num_gpu_blocks_override=241) as engine:
         answers = engine.serve([Job(n, new=30, scored=False) for n in (20, BUDGET + 1, 130)])
-    for answer in answers.values():
-        prompt, new = answer.prompt_token_ids, answer.outputs[0]
-        cache = KVpopCache(model, **settings, prompt=len(prompt))
-        with torch.no_grad():
-            ids = torch.tensor([[*prompt, *new.token_ids[:-1]]])
-            exact = model(ids, past_key_values=cache).logits[0, len(prompt) - 1 :].log_softmax(-1)
-        for row, entries in zip(exact, new.logprobs, strict=True):
-            assert all(abs(entry.logprob - float(row[token])) < CLOSE for token, entry in entries.items())
+    check_made_slots(folder, settings, answers)

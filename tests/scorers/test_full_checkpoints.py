@@ -145,6 +145,7 @@ REFUSED = {
     "a matrix that nothing names": (lambda full: edit_tensors(full, added("mystery.weight", 3, 64)), "its scorer's tensors do not make a scorer together"),
     "a bias that nothing names": (lambda full: edit_tensors(full, added("mystery.bias", 3)), "mystery.bias [3] is no piece of an mLSTM scorer"),
     "a tensor below the base model's": (lambda full: edit_tensors(full, lambda t: t | {"model.layers.0.mlp.up_proj.ogate": torch.ones(3)}), "tensor model.layers.1.mlp.up_proj.ogate is missing"),
+    "a name of numbers": (lambda full: edit_tensors(full, lambda t: t | {"1.2": torch.ones(3)}), "tensor 1.2 [3] is no piece of an mLSTM scorer"),
     "a norm of the inputs": (lambda full: edit_tensors(full, added("input_rmsnorm.weight", 24)), "input_rmsnorm.weight [24] is no piece of an mLSTM scorer"),
     "a norm of all heads": (lambda full: edit_tensors(full, added("rmsnorm.weight", 72)), "its scorer's tensors do not make a scorer together"),
     "a base that is not served": (lambda full: edit_config(full, model_type="mistralkvpop", architectures=["MistralKVpopForCausalLM"]), "a KVpop checkpoint of mistral cannot be served, those of llama and qwen3 can"),
@@ -202,6 +203,12 @@ def test_an_edited_map_serves_what_can_be_read_in_two_ways(full, tmp_path, capsy
     assert f"{out} fits" in capsys.readouterr().out
     assert main(["inspect-checkpoint", str(full), "--out", str(out)]) == 2
     assert "exists: name another file with --out" in capsys.readouterr().err
+
+
+def test_a_tensor_whose_name_is_a_number_is_listed(full, tmp_path, capsys):
+    edit_tensors(full, lambda tensors: tensors | {"0": torch.ones(3)})
+    assert main(["inspect-checkpoint", str(full), "--out", str(tmp_path / "map.json")]) == 0
+    assert "  0 [3]: no piece of a scorer" in capsys.readouterr().out
 
 
 HARMLESS = {

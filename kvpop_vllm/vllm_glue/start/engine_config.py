@@ -69,6 +69,7 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
         _cache_no_prefix(vllm_config)
     policy = engine_policy(vllm_config)
     refusals.check_kinds(vllm_config, policy)
+    refusals.check_loading(vllm_config, policy)
     refusals.check_speculation(vllm_config, policy)
     on_gpu = vllm_config.device_config.device_type == "cuda"  # where copies of blocks were not run yet
     if chooses_hits and takes_snapshots(policy) and not on_gpu:

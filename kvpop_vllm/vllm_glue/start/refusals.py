@@ -186,6 +186,19 @@ def check_kinds(vllm_config: Any, policy: Any) -> None:
     )
 
 
+def check_loading(vllm_config: Any, policy: Any) -> None:
+    """Check that weights are loaded in a way in which a gate can be added.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    cached = policy.gated and vllm_config.load_config.load_format == "ipc_cache"  # it skips where gates are added
+    refuse(
+        {"weights of a weight cache: leave --load-format ipc_cache out": cached},
+        f"--kv-policy {policy.name}, which has a gate,",
+    )
+
+
 def check_speculation(vllm_config: Any, policy: Any) -> None:
     """Check that the policy and the other options work with speculative decoding.
 
