@@ -363,7 +363,7 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 }
 
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
-                                       int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
+                                       int64_t block_slots, int64_t state_blocks, bool has_drafts, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& budgets, const Tensor& windows,
                                        const Rule& rule, double scale, const std::optional<Tensor>& given,
                                        const PrefixTensors& prefix, const std::optional<Tensor>& keys,
@@ -379,6 +379,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     fill_prefix(step, prefix);
     check_requests(step, [](int64_t) { return 1; }, page_table.size(2), raw.size(0));
     check_order(step);
+    step.has_drafts = has_drafts;
     const auto results = allocate_results(step, q);
     kvpop::decode_step(step);
     return results;
@@ -429,6 +430,7 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     fill_requests(step, page_table, positions, budgets);
     check_requests(step, [&](int64_t r) { return std::max(verified.drafts_of(r), int64_t(0)) + 1; }, page_table.size(2), raw.size(0));
     check_staged(verified);
+    step.has_drafts = most > 0;
     const auto options = q.options().requires_grad(false);
     const auto results = results_in(step, at::zeros(q.sizes(), options),
                                     at::full({q.size(0), q.size(1)}, -std::numeric_limits<double>::infinity(), options.dtype(at::kFloat)));
