@@ -423,7 +423,7 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     }
     fill_inputs(step, given, {tokens, step.heads}, keys);
     fill_sinks(step, sink_logits);
-    const Tensor last = positions.add(drafts.clamp_min(0));
+    const Tensor last = prefix ? positions.add(drafts.clamp_min(0)) : positions;
     fill_requests(step, page_table, last, budgets);
     fill_windows(step, windows);
     fill_prefix(step, prefix);
@@ -431,9 +431,13 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     check_requests(step, [&](int64_t r) { return std::max(verified.drafts_of(r), int64_t(0)) + 1; }, page_table.size(2), raw.size(0));
     check_staged(verified);
     step.has_drafts = most > 0;
-    const auto options = q.options().requires_grad(false);
-    const auto results = results_in(step, at::zeros(q.sizes(), options),
-                                    at::full({q.size(0), q.size(1)}, -std::numeric_limits<double>::infinity(), options.dtype(at::kFloat)));
+    const auto results = allocate_results(step, q);
+    int64_t written = 0;
+    for (int64_t r = 0; r < requests; r++) written += verified.drafts_of(r) + 1;
+    if (written < tokens) {  // some belong to no request
+        std::get<0>(results).zero_();
+        std::get<1>(results).fill_(-std::numeric_limits<double>::infinity());
+    }
     kvpop::verify_step(verified);
     return results;
 }

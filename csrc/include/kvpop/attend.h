@@ -36,7 +36,10 @@ struct Widened {
     struct Session {};  // what must live while tiles are added
     static constexpr int MOST_ROWS = MAX_GROUP;
     static KVPOP_INLINE int64_t place(int64_t e) { return Rows<T>::place(e); }
-    static KVPOP_INLINE void put_q(float* row, int64_t, int64_t e, float x) { row[Rows<T>::place(e)] = x; }
+    // Writes the query of a head to `row`. word: floats from one word of the row to the next.
+    static KVPOP_INLINE void put_q(const DecodeStep& a, int64_t r, int64_t head, float* row, int64_t) {
+        for (int64_t e = 0; e < a.size; e++) row[place(e)] = read_q(a, r, head, e);
+    }
 };
 
 #if KVPOP_BF16_DOT
@@ -50,10 +53,9 @@ struct Paired {
         const int64_t step = e / 32, lane = e % 32 / 8, inside = e % 8;
         return (2 * step + inside / 4) * VL + lane * 4 + inside % 4;
     }
-    // word: floats from one pair to the next.
-    static KVPOP_INLINE void put_q(float* row, int64_t word, int64_t e, float x) {
-        const bf16 rounded = to_bf16(x);  // two per float, copied as bytes
-        __builtin_memcpy(reinterpret_cast<uint8_t*>(row + e / 2 * word) + e % 2 * sizeof(bf16), &rounded, sizeof(bf16));
+    static KVPOP_INLINE void put_q(const DecodeStep& a, int64_t r, int64_t head, float* row, int64_t word) {
+        const bf16* q = static_cast<const bf16*>(a.q) + r * a.q_stride[0] + head * a.q_stride[1];
+        for (int64_t e = 0; e < a.size; e += 2) __builtin_memcpy(row + e / 2 * word, q + e, 2 * sizeof(bf16));
     }
 };
 #endif
@@ -431,7 +433,7 @@ void begin_sums(const DecodeStep& a, int64_t r, int64_t h, const Begun& begun) {
         float* q = begun.q + g * begun.row;
         begun.sums.maximum[g] = -__builtin_inff(), begun.sums.total[g] = 0;
         for (int64_t i = 0; i < floats && begun.word == 1; i++) q[i] = 0;
-        for (int64_t e = 0; e < a.size; e++) A::put_q(q, begun.word, e, read_q(a, r, h * a.group + g, e));
+        A::put_q(a, r, h * a.group + g, q, begun.word);
     }
 }
 
@@ -515,7 +517,7 @@ inline void add_sinks(const DecodeStep& a, int64_t h, const Partial& sums) {
     }
 }
 
-// Writes output and log-sum-exps. evicted: estimated contribution of the evicted tokens to the output, or
+// Writes output and log-sum-exps; the sums end as weighted means. evicted: estimated contribution of the evicted tokens to the output, or
 // null.
 template <class A>
 void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums, const Correction* evicted) {
@@ -523,8 +525,10 @@ void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums
     for (int64_t g = 0; g < a.group; g++) {
         const int64_t row = (r * a.heads + h) * a.group + g;
         a.lse[row] = sums.maximum[g] + __builtin_logf(sums.total[g]);
+        float* acc = sums.acc + g * floats;
+        for (int64_t i = 0; i < floats; i += VL) store(acc + i, load(acc + i) / sums.total[g]);
         for (int64_t e = 0; e < a.size; e++) {
-            float x = sums.acc[g * floats + A::place(e)] / sums.total[g];
+            float x = acc[A::place(e)];
             if (evicted) x += evicted->share[g] * (evicted->out[g * a.size + e] - x);
             if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
             else static_cast<float*>(a.out)[row * a.size + e] = x;
