@@ -30,6 +30,10 @@ from kvpop_vllm.argument_types import positive
 
 STAGGER = 17
 """Difference between the lengths of consecutive prompts, in tokens."""
+POSITIONS = 8192
+"""Positions of the demo model."""
+STEP_TOKENS = 4096
+"""Tokens of a step at most, vLLM's default on a CPU."""
 
 PROSE = record.ROOT / "kvpop_vllm" / "calibrate" / "text.jsonl"
 NAMES = "Ada Ben Clara David Emma Felix Grace Henry Iris Jonas Karla Leo Mia Noah Olga Paul".split()
@@ -119,7 +123,7 @@ def parse_arguments(arguments: list[str] | None):
     parser = parser_of("decode", __doc__, budget=2048, rounds=5)
     parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about")
     parser.add_argument("--requests", nargs="+", type=positive, default=[8], help="requests decoded together")
-    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn, tokens with --speculative")
+    parser.add_argument("--steps", type=positive, help="counted steps of a turn, 24; tokens with --speculative, 15")
     parser.add_argument("--speculative", metavar="M", type=positive, default=0, help="a twin with M drafts of n-grams")
     parser.add_argument("--texts", nargs="+", choices=[*TEXTS], default=["json"], help="of --speculative")
     parser.add_argument("--peers", action="store_true", help="transformers and kvpress too (`make peers` first)")
@@ -136,12 +140,17 @@ def parse_arguments(arguments: list[str] | None):
         parser.error(f"there is no kvpop_vllm in {options.against}: give --against a checkout of this repository")
     if options.speculative and (options.against or options.eager_too or options.peers):
         parser.error("--speculative compares with and without drafts: leave out --against, --eager-too and --peers")
-    overrun = options.speculative * (WARM_UP + 1)  # tokens of drafts in warm-up steps and the last one
-    options.written = options.rounds * len(options.requests) * (options.steps + WARM_UP + overrun)
-    longest = max(options.context) + options.written
-    if longest > 8000:
-        parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
+    options.steps = options.steps or (15 if options.speculative else 24)
     options.most_requests = max(options.requests)
+    # while the last prompt is read, the first request may decode already; a step writes all drafts at most
+    steps = options.rounds * (options.steps + WARM_UP) + options.most_requests * max(options.context) // STEP_TOKENS + 1
+    options.written = steps * (1 + options.speculative)
+    longest = max(options.context) + options.written
+    if longest > POSITIONS:
+        parser.error(
+            f"context and up to {options.written} generated tokens exceed the demo model's {POSITIONS} positions: lower"
+            " --context, --steps or --rounds"
+        )
     if min(options.context) <= STAGGER * options.most_requests:
         parser.error(
             f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
@@ -156,18 +165,18 @@ def parse_arguments(arguments: list[str] | None):
 def measure(engines: dict, options) -> list[dict]:
     """Return the rows of all kinds of texts, contexts and numbers of requests."""
     rows = []
-    for kind, context in itertools.product(options.texts if options.speculative else [None], options.context):
-        prompts = f"{options.most_requests} x about {context} tokens" + (f" of {kind}" if kind else "")
+    kinds = options.texts if options.speculative else [None]
+    for kind, context, requests in itertools.product(kinds, options.context, options.requests):
+        prompts = f"{requests} x about {context} tokens" + (f" of {kind}" if kind else "")
         say(f"prefill of {prompts} in every engine: this may take minutes")
-        lengths = [context - STAGGER * i for i in range(options.most_requests)]
-        batch = {"lengths": lengths, "new": 8192 - context}
+        lengths = [context - STAGGER * i for i in range(requests)]
+        batch = {"lengths": lengths, "new": POSITIONS - context}
         if kind:
-            texts = texts_of(kind, options.model, lengths, context + options.written + 64)
-            batch |= {"new": options.written, "texts": texts}
+            end = context + options.written + options.speculative
+            batch |= {"new": options.written, "texts": texts_of(kind, options.model, lengths, end)}
         for name, reply in ask_all(engines, "prefill", **batch):
             say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
-        for requests in sorted(options.requests, reverse=True):
-            rows += [({"text": kind} if kind else {}) | row for row in cell(engines, context, requests, options)]
+        rows += [({"text": kind} if kind else {}) | row for row in cell(engines, context, requests, options)]
         for _ in ask_all(engines, "keep", requests=0):
             pass
     return rows

@@ -363,7 +363,7 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 }
 
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
-                                       int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
+                                       int64_t block_slots, int64_t state_blocks, bool has_drafts, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& budgets, const Tensor& windows,
                                        const Rule& rule, double scale, const std::optional<Tensor>& given,
                                        const PrefixTensors& prefix, const std::optional<Tensor>& keys,
@@ -379,6 +379,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     fill_prefix(step, prefix);
     check_requests(step, [](int64_t) { return 1; }, page_table.size(2), raw.size(0));
     check_order(step);
+    step.has_drafts = has_drafts;
     const auto results = allocate_results(step, q);
     kvpop::decode_step(step);
     return results;
@@ -422,16 +423,21 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     }
     fill_inputs(step, given, {tokens, step.heads}, keys);
     fill_sinks(step, sink_logits);
-    const Tensor last = positions.add(drafts.clamp_min(0));
+    const Tensor last = prefix ? positions.add(drafts.clamp_min(0)) : positions;
     fill_requests(step, page_table, last, budgets);
     fill_windows(step, windows);
     fill_prefix(step, prefix);
     fill_requests(step, page_table, positions, budgets);
     check_requests(step, [&](int64_t r) { return std::max(verified.drafts_of(r), int64_t(0)) + 1; }, page_table.size(2), raw.size(0));
     check_staged(verified);
-    const auto options = q.options().requires_grad(false);
-    const auto results = results_in(step, at::zeros(q.sizes(), options),
-                                    at::full({q.size(0), q.size(1)}, -std::numeric_limits<double>::infinity(), options.dtype(at::kFloat)));
+    step.has_drafts = most > 0;
+    const auto results = allocate_results(step, q);
+    int64_t written = 0;
+    for (int64_t r = 0; r < requests; r++) written += verified.drafts_of(r) + 1;
+    if (written < tokens) {  // some belong to no request
+        std::get<0>(results).zero_();
+        std::get<1>(results).fill_(-std::numeric_limits<double>::infinity());
+    }
     kvpop::verify_step(verified);
     return results;
 }

@@ -192,8 +192,18 @@ FAULTS = {
         ("if («a.sink_logits→false») add_sinks(a, h, sums);", f"{PREFILL} -k 'sinks_count and baseline and none'"),
         # a bias of a token that has none
         (
-            "const int64_t biased = biases - slot < n ? biases - slot«→ + 1» : n;",
+            "biased = biases - first < seen - first ? biases - first«→ + 1» : seen - first;",
             f"{PREFILL} -k 'biases_count and baseline and none'",
+        ),
+        # drafts see what a later one has written to a tile
+        (
+            "if (!protects && «tokens.changes(last, first - base, slot - base)→false») break;",
+            "tests/kernels/test_verify_step.py -k 'many_tiles and baseline and none'",
+        ),
+        # the first query of a product stands for all
+        (
+            "store(out, factor[«g→0»] * load(out)",
+            "tests/kernels/test_verify_step.py -k 'many_tiles and amx_bf16 and none'",
         ),
         # the first query head's maximum
         ("const float tile_max = max(top[g]), before = s.maximum[«g→0»];", f"{DECODE} -k 'several_tiles and 48'"),

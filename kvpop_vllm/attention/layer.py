@@ -118,9 +118,10 @@ class FixedBudgetAttention:
         else:  # outputs of chunks in this part are overwritten later
             numbers = batch.positions, tokens, batch.drafts, batch.budgets
             scores = None if gate_scores is None else gate_scores[part]
-            out[part], _ = ops.verify_step(
-                q[part], k[part], v[part], pages, batch.table, *numbers, gate_scores=scores, **options
-            )
+            of_rows = q, k, v, out
+            *of_rows, into = of_rows if (part.start, part.stop) == (0, len(q)) else (x[part] for x in of_rows)
+            outputs, _ = ops.verify_step(*of_rows, pages, batch.table, *numbers, gate_scores=scores, **options)
+            into.copy_(outputs)
         if self.rule.rounds is not None and not batch.late:
             tokens, rows, due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
             table, seeds = batch.table[rows], None if batch.seeds is None else batch.seeds[rows]

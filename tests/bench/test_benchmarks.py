@@ -265,6 +265,18 @@ def test_texts_for_drafts():
         decode.texts_of("json", str(harness.DEMO_MODEL), [1500], 8000)
 
 
+def test_turns_of_drafts_fit_the_positions(capsys):
+    """A request of which all drafts are accepted, in each step, has tokens to write until the last turn ends."""
+    words = "--speculative 4 --requests 1 8 --context 7500".split()
+    for rounds in ("5", "7"):
+        options = decode.parse_arguments([*words, "--rounds", rounds])
+        steps = -(-8 * 7500 // decode.STEP_TOKENS) + options.rounds * (child.WARM_UP + options.steps)
+        assert 5 * steps <= options.written <= decode.POSITIONS - 7500
+    with pytest.raises(SystemExit):
+        decode.parse_arguments([*words, "--rounds", "9"])
+    assert "840 generated tokens exceed the demo model's 8192 positions: lower" in capsys.readouterr().err
+
+
 def test_tokens_are_timed_with_drafts(monkeypatch, capsys, tmp_path):
     """A token of each request takes the time of all steps by the tokens; twins are compared with and without drafts."""
     times = {DENSE: (50, 10), KVPOP: (20, 10), DENSE.with_twin(DRAFTS): (20, 4), KVPOP.with_twin(DRAFTS): (8, 4)}

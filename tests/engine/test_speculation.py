@@ -318,6 +318,20 @@ def test_settings_of_requests(case):
             judges.of(jobs[int(answer.request_id)]).check({name: answer}, engine.recorder.retained)
 
 
+def test_metrics_count_drafts(case):
+    setup, prompt = case("llama", "streaming-llm"), {"prompt_token_ids": random_prompt(90, seed=1)}
+    sampling = SamplingParams(temperature=0, max_tokens=31, ignore_eos=True, detokenize=False)
+    options = {"speculative_config": CONFIG, "block_size": BLOCK, "disable_log_stats": False}
+    with running(setup.model, setup.settings, **options) as llm:
+        (answer,) = llm.generate([prompt], sampling, use_tqdm=False)
+        with drafting([whole(answer)], itertools.repeat(2)):
+            (with_drafts,) = llm.generate([prompt], sampling, use_tqdm=False)
+        counts = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}
+    assert whole(with_drafts) == whole(answer)
+    drafts, accepted = (counts[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
+    assert (drafts, accepted) == (10, 20)
+
+
 def test_the_inspect_page(case):
     """It shows what caches hold after each step, without drafts."""
     from engine.test_inspector import left, recorded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -144,6 +145,17 @@ if not INTERPRETED:
         check_steps(p, isa, [{0: (9, a)} for a in (9, 0, 5, 2, 9, 7, 8)], [5])
 
     @pytest.mark.parametrize("isa", ISAS)
+    @pytest.mark.parametrize("case", ["none", "mlstm-corrected", "mass-mean"])
+    @pytest.mark.parametrize("size, group", [(64, 3), (96, 1), (48, 5), (128, 9)])
+    def test_many_tiles_and_rows(size, group, case, isa):
+        """Drafts write to some of several tiles, and their queries are more rows than one product takes."""
+        shape = dict(size=size, group=group, dtype=BF16, roles=(3, 20, 110), slots=80)
+        p = problem(case, 70, 0, drafts=7, biased=(33, 0), length=260, **shape)
+        rounds = [{0: (7, a), 1: (7, b)} for a, b in ((7, 0), (0, 7), (3, 5), (6, 1), (7, 7))]
+        for starts in ([66, 40], [226, 190]):  # some slots are in use, and all
+            check_steps(p, isa, rounds, starts)
+
+    @pytest.mark.parametrize("isa", ISAS)
     @pytest.mark.parametrize("case", ["none", "key-norm", "gate_scores-ages", "mass-newest", "mlstm-corrected"])
     def test_requests_of_any_kind_in_one_call(case, isa):
         """Requests have heads of unequal budgets in blocks of their own, other windows, and other numbers of drafts."""
@@ -164,6 +176,20 @@ if not INTERPRETED:
         p = problem(case, 18, 16, 33, drafts=MOST, biased=(0, 16, 5), replay=9)
         rounds = [{r: (MOST, a) for r in range(3)} for a in (*accepted, 2, 4, 0)]
         check_steps(p, isa, rounds, [16, 12, 28])
+
+    @pytest.mark.skipif("amx_bf16" not in ISAS, reason="products take longer than reading elsewhere")
+    def test_a_prefix_is_read_once():
+        """Five tokens take less than twice the time of one, most of which goes into reading the prefix."""
+        protected = 24 * 1024
+        p, seconds = problem("none", protected, drafts=MOST, dtype=BF16, size=64, slots=64, heads=1), {}
+        pool = Pool(p)
+        for _ in range(9):
+            for count in (0, MOST):
+                pool.lengths[:] = [protected]
+                begin = time.thread_time()
+                pool.verify({0: count}, "amx_bf16")
+                seconds.setdefault(count, []).append(time.thread_time() - begin)
+        assert min(seconds[MOST]) < 2 * min(seconds[0])
 
     @pytest.mark.parametrize("isa", ["reference", ISAS[-1]])
     def test_draws(isa):

@@ -83,7 +83,7 @@ struct Roles {
 
 struct DecodeStep {
     int64_t requests, heads, group, size;  // R, H, G, D
-    bool cache_is_bf16, q_is_bf16;
+    bool cache_is_bf16, q_is_bf16, has_drafts;  // has_drafts: pages have room for drafts
     const void *q, *k, *v;
     int64_t q_stride[2], k_stride[2], v_stride[2];  // request, head
     void* out;                                      // [R, Hq, D] contiguous

@@ -48,9 +48,11 @@ def decode_step(
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
-    place = pages.raw, pages.layout.block_slots, pages.layout.state_blocks, page_table, positions, budgets, windows
+    layout = pages.layout
+    place = pages.raw, layout.block_slots, layout.state_blocks, layout.drafts > 0
+    requests = page_table, positions, budgets, windows
     try:
         more = gate_scores, tensors_of(prefix), keys, sink_logits
-        return _C.decode_step(q, k, v, *place, packed(rule), scale, *more)
+        return _C.decode_step(q, k, v, *place, *requests, packed(rule), scale, *more)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

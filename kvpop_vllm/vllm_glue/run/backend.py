@@ -410,7 +410,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         n = attn_metadata.num_tokens
         pages, shares, blocks = self._bind(kv_cache)
         batch = attn_metadata.batch(self.layer, shares)
-        self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, blocks)
+        tokens = query, key, value, output
+        q, k, v, out = tokens if n == len(query) else (x[:n] for x in tokens)
+        self.attend(q, k, v, pages, batch, out, gate_scores, blocks)
         return output
 
     def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, gate_scores, blocks: Pages) -> None:
@@ -439,9 +441,10 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         Returns:
             The pages, by region if heads have unequal shares; how heads share slots; the layer's own pages by block.
         """
-        if kv_cache not in self._pages:
-            self._pages[kv_cache] = self._view(kv_cache)
-        return self._pages[kv_cache]
+        bound = self._pages.get(kv_cache)
+        if bound is None:
+            bound = self._pages[kv_cache] = self._view(kv_cache)
+        return bound
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
