@@ -11,9 +11,10 @@ import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2
+from kvpop_vllm.kernels.triton._launch import launch
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_plan import Piece, block_of
-from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of, view
+from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of
 from kvpop_vllm.kernels.triton._softmax import add_keys, add_sinks, nothing_yet
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
@@ -153,7 +154,7 @@ def block_rows(config, tile) -> tuple[int, int]:
     return rows, rows // config.group
 
 
-def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple]:
+def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) -> Iterator[tuple]:
     """List what blocks of ``block_q`` queries see, as many of them as memory allows at a time.
 
     Yield the grid of these blocks, and what a kernel takes of the lists: blocks, lists, counts, first block and a
@@ -165,22 +166,18 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple
     counts = torch.empty(heads, batch, 2, dtype=torch.int32, device=gone.device)
     for skipped in range(0, len(blocks), batch):
         grid = min(batch, len(blocks) - skipped), heads
-        _list_keys[grid](
-            gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
-            P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,
-        )  # fmt: skip
+        arguments = gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room
+        launch(_list_keys, grid, arguments, (config, block_q, LISTED), num_warps=4)
         yield grid, (blocks, lists, counts, skipped, room)
 
 
-def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, out, lse, sink_logits=None) -> None:
-    """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees, by ``gone``.
+def attend(piece: Piece, config, q, tokens, cache, prefix, right, scale, out, lse, sink_logits, launch) -> None:
+    """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees.
 
     The other arguments are those of the kernels; ``out`` and ``lse`` are written.
     """
     tile = tile_of(PREFILL, config.wide, config.size)
-    rows, block_q = block_rows(config, tile)
-    for grid, listed in key_lists(piece, config, cache, gone, block_q):
-        _attend_keys[grid](
-            view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale, sink_logits,
-            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    (rows, block_q), shape = block_rows(config, tile), {"num_warps": tile.warps, "num_stages": tile.stages}
+    for grid, listed in key_lists(piece, config, cache, piece.gone, block_q, launch):
+        arguments = q, tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale, sink_logits
+        launch(_attend_keys, grid, arguments, (config, rows, block_q, tile.keys), **shape)

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton.delayed_mlstm import LARGEST_CHUNK
 
 from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -28,8 +27,10 @@ PIECE = 32768
 """Tail rows and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
 WIDTH = 1024
 """Entries that a program looks at together."""
+LARGEST_CHUNK = 64
+"""Most tokens of a chunk of an mLSTM. Longer chunks are split, which gives the same result."""
 ROWS = LARGEST_CHUNK
-"""Tail rows of a program, and tokens of a chunk of the mLSTM."""
+"""Tail rows of a program."""
 LAST = tl.constexpr(2**31 - 1)
 """Eviction time of a token that is not evicted within its piece."""
 
@@ -126,10 +127,8 @@ class Piece:
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
         width: WIDTH.
-        goes_on: False if all segments begin without a state.
         evicts: False if no head has more candidates than long-range slots.
         numbers: those of all segments, each ``[S]`` int64.
-        tails: ``[S']`` int64, the segments that have tokens after p.
     """
 
     def __init__(self, parts: list[Segment], device: torch.device):
@@ -146,9 +145,7 @@ class Piece:
         self.most_keys = max(part.used + part.inside + part.length for part, _ in parts)
         self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
         self.most_entries = max(part.filled + part.leaving for part, _ in parts)
-        self.goes_on = any(part.start + part.first for part, _ in parts if part.length)
         self.evicts = any(part.start + part.length > part.sinks + part.window + min(topk) for part, topk in parts)
-        self.tails = send([s for s, (part, _) in enumerate(parts) if part.length], device)
         self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
 
     def __len__(self) -> int:
@@ -171,6 +168,16 @@ class Piece:
         return self._blocks[size]
 
     @cached_property
+    def gone(self) -> torch.Tensor:
+        """Eviction times of keys ``[H, N]`` int32; where layers write any, all of them do."""
+        return torch.full((self.topk.shape[1], self.keys), LAST.value, dtype=torch.int32, device=self.topk.device)
+
+    @cached_property
+    def slot_of(self) -> torch.Tensor:
+        """Slots ``[H, P]`` int32 of the tokens that leave the window with rows, -1 if there is none or it is evicted."""
+        return torch.full((self.topk.shape[1], self.rows), -1, dtype=torch.int32, device=self.topk.device)
+
+    @cached_property
     def tail_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
         owner, first = self.blocks().long().unbind(1)
@@ -180,13 +187,12 @@ class Piece:
         return token.flatten(), (index >= length).flatten()
 
     @cached_property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers of blocks before each tail, and in all, ``[S' + 1]`` int32, and each block's tail.
+    def ends(self) -> torch.Tensor:
+        """Numbers of blocks of :data:`ROWS` rows before each segment, and in all, ``[S + 1]`` int32."""
+        first = self.numbers.row // ROWS
+        return torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)]).int()
 
-        Then the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
-        """
-        first = self.numbers.row[self.tails] // ROWS
-        rank = (self.numbers.length > 0).cumsum(0) - 1
-        ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
-        begins = (self.numbers.start + self.numbers.first)[self.tails] == 0
-        return ends.int(), rank[self.blocks()[:, 0].long()].int(), self.numbers.request[self.tails], begins
+    @cached_property
+    def segment_of(self) -> torch.Tensor:
+        """Segment of each of these blocks, int32."""
+        return self.blocks()[:, 0].contiguous()

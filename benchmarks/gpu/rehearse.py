@@ -23,7 +23,7 @@ from gpu.machine import ROOT, Machine, parser_of
 
 SLACK = 6
 """Time limits are multiplied by this: the machine may have two busy cores."""
-CAPTURING = "gpu.sections", "gpu.attention_times", "gpu.engine_times", "gpu.answers"
+CAPTURING = "gpu.sections", "gpu.attention_times", "gpu.engine_times", "gpu.host_times", "gpu.answers"
 """Modules whose processes capture graphs."""
 FEWEST = 5
 """Steps of a kind that a row of the table needs."""
@@ -89,8 +89,7 @@ def write_steps(processes: list[dict], path: Path) -> None:
             times = (1e3 * statistic(columns["seconds"]) for statistic in (statistics.median, min, max))
             rows.append(
                 (
-                    process["name"],
-                    *(step[name] for name in ("budget", "kind", "requests", "tokens")),
+                    *(step[name] for name in ("engine", "budget", "kind", "requests", "tokens")),
                     len(step["counts"]),
                 )
                 + tuple(f"{value:.2f}" for value in times)
