@@ -160,12 +160,13 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) ->
     Yield the grid of these blocks, and what a kernel takes of the lists: blocks, lists, counts, first block and a
     list's room.
     """
-    heads, blocks, room = len(gone), piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
-    batch = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
+    heads, blocks, room = gone.shape[0], piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
+    count = blocks.shape[0]
+    batch = min(count, max(1, LIST_BYTES // (8 * heads * room)))
     lists = torch.empty(heads, batch, 2, room, dtype=torch.int32, device=gone.device)
     counts = torch.empty(heads, batch, 2, dtype=torch.int32, device=gone.device)
-    for skipped in range(0, len(blocks), batch):
-        grid = min(batch, len(blocks) - skipped), heads
+    for skipped in range(0, count, batch):
+        grid = min(batch, count - skipped), heads
         arguments = gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room
         launch(_list_keys, grid, arguments, (config, block_q, LISTED), num_warps=4)
         yield grid, (blocks, lists, counts, skipped, room)

@@ -149,7 +149,7 @@ class Piece:
         self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
 
     def __len__(self) -> int:
-        return len(self.segments)
+        return len(self._queries)
 
     def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
@@ -176,6 +176,18 @@ class Piece:
     def slot_of(self) -> torch.Tensor:
         """Slots ``[H, P]`` int32 of the tokens that leave the window with rows, -1 if there is none or it is evicted."""
         return torch.full((self.topk.shape[1], self.rows), -1, dtype=torch.int32, device=self.topk.device)
+
+    @cached_property
+    def candidates(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Workspaces ``[H, E]`` of scores, float32, and positions and free slots, int32, for one layer after another."""
+        scores = torch.empty(self.topk.shape[1], self.entries, dtype=torch.float32, device=self.topk.device)
+        return scores, *(torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
+
+    @cached_property
+    def order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Workspaces ``[H, E]`` of eviction times, int32, and priorities, float64, as they come and in order."""
+        times = torch.empty(self.topk.shape[1], self.entries, dtype=torch.int32, device=self.topk.device)
+        return times, *(torch.empty_like(times, dtype=torch.float64) for _ in range(2))
 
     @cached_property
     def tail_rows(self) -> tuple[torch.Tensor, torch.Tensor]:

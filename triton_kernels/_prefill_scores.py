@@ -84,10 +84,11 @@ def row_of(numbers, h, rows, index):
 def _addresses(tokens, left, numbers, h, index, place, P: tl.constexpr):
     """Return the addresses of keys and values of the read tokens of rows: those of ``left``, or the new ones if None."""
     k, v = tokens
-    if left is None:
-        token = numbers.token.to(tl.int64) + numbers.inside + tl.minimum(index, numbers.length - 1)
-        return element_at(k, token, h), element_at(v, token, h)
-    return left + 2 * place * P.size, left + (2 * place + 1) * P.size
+    token = numbers.token.to(tl.int64) + numbers.inside + tl.minimum(index, numbers.length - 1)
+    key, value = element_at(k, token, h), element_at(v, token, h)
+    if left is not None:
+        key, value = left + 2 * place * P.size, left + (2 * place + 1) * P.size
+    return key, value
 
 
 @triton.jit(do_not_specialize=["rows", "states"])

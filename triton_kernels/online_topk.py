@@ -13,6 +13,8 @@ from kvpop_vllm.kernels.triton._launch import launch
 from kvpop_vllm.kernels.triton._lowest_score import Order, effective, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, numbers_of, segment
 
+from kvpop_vllm.cache.pages import cdiv
+
 NEVER = torch.iinfo(torch.int64).max
 BLOCK = 2048
 LANES, STEP = 128, 16  # tokens of a program that finds their evictions, and entries that it looks at together
@@ -214,19 +216,18 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         keys: ``[R, H]`` int64 keys of draws, or None.
         launch: see :mod:`_launch`.
     """
-    gone = torch.empty(score.shape, dtype=torch.int32, device=score.device)
+    gone, priority, ordered = piece.order
     if not piece.evicts:
         return gone.fill_(LAST.value)
-    arrays, heads = (piece.segments, piece.topk, piece.entries), len(score)
+    arrays, heads = (piece.segments, piece.topk, piece.entries), score.shape[0]
     if decay_step == 1 and not ages and keys is None:
-        priority, ordered = (torch.empty(score.shape, dtype=torch.float64, device=score.device) for _ in range(2))
         width, lanes, step = piece.width, min(LANES, piece.width), min(STEP, piece.width)
         launch(
-            _sort_entries, (triton.cdiv(piece.most_entries, width), len(piece), heads),
+            _sort_entries, (cdiv(piece.most_entries, width), len(piece), heads),
             (score, position, log_gamma, piece.segments, priority, ordered, piece.entries), (width, step // 2),
             num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-        grid = triton.cdiv(piece.most_entries, lanes), len(piece), heads
+        grid = cdiv(piece.most_entries, lanes), len(piece), heads
         launch(_leave, grid, (priority, ordered, position, gone, *arrays), (width, lanes, step), num_warps=4)
         return gone
     order = Order(decay_step=decay_step, ages=ages, draws=keys is not None)

@@ -6,21 +6,21 @@ The host never waits for the device. What the layers of a step have in common it
 from __future__ import annotations
 
 import torch
-import triton
 from kvpop_vllm.kernels.triton._launch import Launches
 from kvpop_vllm.kernels.triton._prefill_attend import attend
 from kvpop_vllm.kernels.triton._prefill_plan import ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_scores import _mlstm_inputs, _mlstm_scores
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
-from kvpop_vllm.kernels.triton._serving_pages import Step, View, view
+from kvpop_vllm.kernels.triton._serving_pages import KernelConfig, Step, View, Weights, view
 from kvpop_vllm.kernels.triton._tiles import DECODE, LARGE, tile_of
 from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, floats, kernel_config, prefix_of, weights_of
 from kvpop_vllm.kernels.triton.delayed_mlstm import OPTIONS, Tiles, _readout, _states
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
+from torch.utils.weak import WeakIdKeyDictionary
 
 from kvpop_vllm.cache.chunks import Chunks, send
-from kvpop_vllm.cache.pages import Prefix
+from kvpop_vllm.cache.pages import Prefix, cdiv
 
 
 @torch.no_grad()
@@ -39,18 +39,15 @@ def prefill_chunk(
     """
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
-    weights, options = weights_of(rule.scorer, "prefill_chunk")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    tensors = q, k, v, out, page_table, pages.raw, gate_scores, keys, sink_logits, rule.log_gamma, *weights
+    weights, options, form = _known(rule)
+    tensors = q, k, v, out, page_table, pages.raw, gate_scores, keys, sink_logits
     prefixes = () if prefix is None else (prefix.table, prefix.tokens, prefix.biased, prefix.pages.raw)
-    stores = rule.compression or rule.rounds
-    numbers = rule.sinks, rule.decay_step, rule.moment_correction, stores and stores.queries
-    form = *map(_form, (*tensors, *prefixes)), *numbers, pages.layout, *options.values()
+    form = *map(_form, (*tensors, *prefixes)), form, pages.layout
 
     def check():
         check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
-        configs = kernel_config(pages, page_table, q, rule, {}), kernel_config(pages, page_table, q, rule, options)
-        return *configs, Launches()
+        return _Alike(*(kernel_config(pages, page_table, q, rule, own) for own in ({}, options)), q.device)
 
     alike, of_call = chunks.once(form, check), (gate_scores, prefix, keys, sink_logits, out)
     run = _Prefill(q, k, v, pages, page_table, chunks, rule, weights, scale, *of_call, alike)
@@ -66,6 +63,34 @@ def _form(tensor: torch.Tensor | None) -> tuple | None:
     if tensor is None:
         return None
     return tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16
+
+
+_KNOWN = WeakIdKeyDictionary()
+
+
+def _known(rule) -> tuple[Weights, dict, tuple]:
+    """Return a rule's weights and options of kernels, and all that launches and their checks depend on."""
+    if (known := _KNOWN.get(rule)) is None:
+        weights, options = weights_of(rule.scorer, "prefill_chunk")
+        stores = rule.compression or rule.rounds
+        numbers = rule.sinks, rule.decay_step, rule.moment_correction, stores and stores.queries, *options.values()
+        known = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
+    return known
+
+
+class _Alike:
+    """What layers have in common whose arguments differ in addresses alone.
+
+    Attributes:
+        config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
+        launch: launches a kernel, see :mod:`_launch`.
+        tiles: tiles of an mLSTM's states.
+    """
+
+    def __init__(self, config: KernelConfig, of_scorer: KernelConfig, device: torch.device):
+        self.config, self.of_scorer, self.launch = config, of_scorer, Launches()
+        if of_scorer.scorer == "mlstm":
+            self.tiles = Tiles(of_scorer.features, of_scorer.values, ROWS, device)
 
 
 class _Common:
@@ -103,12 +128,7 @@ class _Common:
 
 
 class _Prefill:
-    """Arguments and outputs of one call.
-
-    Attributes:
-        config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
-        launch: launches a kernel, see :mod:`_launch`.
-    """
+    """Arguments and outputs of one call."""
 
     def __init__(
         self,
@@ -126,9 +146,9 @@ class _Prefill:
         keys,
         sink_logits,
         out,
-        alike: tuple,
+        alike: _Alike,
     ):
-        self.config, self.of_scorer, self.launch = alike
+        self.alike, self.config, self.launch = alike, alike.config, alike.launch
         self.sink_logits, self.weights = sink_logits, weights
         self.q, self.tokens, self.gate_scores, self.keys = view(q), (view(k), view(v)), gate_scores, keys
         self.chunks, self.rule, self.scale, self.device = chunks, rule, scale, table.device
@@ -162,7 +182,7 @@ class _Prefill:
 
     def _of_rows(self, kernel, piece: Piece, arguments: tuple, constants: tuple, **options) -> None:
         """Launch a kernel of :data:`ROWS` tail rows and one head."""
-        self.launch(kernel, (len(piece.blocks()), self.num_heads), arguments, constants, **options)
+        self.launch(kernel, (piece.rows // ROWS, self.num_heads), arguments, constants, **options)
 
     def _scores(self, piece: Piece) -> tuple:
         """Return the tokens ``[H, P, 2 D]`` that leave the window, and scores ``[H, P]`` at insertion and of leaving tokens."""
@@ -186,15 +206,14 @@ class _Prefill:
 
     def _read(self, piece: Piece, left: torch.Tensor | None) -> torch.Tensor:
         """Update the states of an mLSTM, and return scores ``[H, P]`` of tokens ``left``, or of the new ones."""
-        config, heads, rows, blocks = self.of_scorer, self.num_heads, piece.rows, piece.blocks()
-        tiles, counts = Tiles(config.features, config.values, ROWS, self.device), (len(blocks), len(piece))
-        read, write = (floats(self.device, heads, rows, config.features) for _ in range(2))
-        values, readouts = (floats(self.device, heads, rows, config.values) for _ in range(2))
-        igate, decay, score = (floats(self.device, heads, rows) for _ in range(3))
-        shape = heads, sum(counts)
-        of_blocks = floats(self.device, *shape, config.features, config.values), *(
-            floats(self.device, *shape, config.features), floats(self.device, *shape)
-        )  # fmt: skip
+        config, heads, rows, blocks = self.alike.of_scorer, self.num_heads, piece.rows, piece.blocks()
+        tiles, counts = self.alike.tiles, (rows // ROWS, len(piece))
+        states, each = heads * sum(counts), heads * rows
+        sizes = {"read": each * config.features, "write": each * config.features, "values": each * config.values}
+        sizes |= {"readouts": each * config.values, "igate": each, "decay": each, "score": each}
+        sizes |= {"c": states * config.features * config.values, "z": states * config.features, "m": states}
+        parts = floats(self.device, sum(sizes.values())).split(list(sizes.values()))  # one allocation for all
+        read, write, values, readouts, igate, decay, score, *of_blocks = parts
         of_rows = self.tokens, left, self.weights, self.cache, piece.segments, blocks
         self._of_rows(
             _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, sum(counts)),
@@ -207,34 +226,32 @@ class _Prefill:
             (config, *tiles.constants()), **OPTIONS,
         )  # fmt: skip
         self.launch(
-            _readout, (tiles.v_blocks, len(blocks), heads),
+            _readout, (tiles.v_blocks, rows // ROWS, heads),
             (read, write, values, igate, decay, *of_blocks, readouts, None, None, piece.segment_of, 0, rows, *counts),
             tiles.constants("F"), **OPTIONS,
         )  # fmt: skip
         of_rows = self.tokens, left, self.weights, piece.segments, blocks, readouts, score, rows
         self._of_rows(_mlstm_scores, piece, of_rows, (config, ROWS), num_warps=4)
-        return score
+        return score.view(heads, rows)
 
     def _evict(self, piece: Piece, score: torch.Tensor | None) -> None:
         """Find when keys of a piece are evicted, and the slots of tokens that leave the window."""
         if not piece.entries:
             return
-        heads, rule, arrays = self.num_heads, self.rule, (piece.segments, piece.topk)
-        scores = floats(self.device, heads, piece.entries)
-        positions, free = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
+        rule, arrays, (scores, positions, free) = self.rule, (piece.segments, piece.topk), piece.candidates
         self.launch(
-            _enter, (triton.cdiv(piece.most_entries, piece.width), len(piece), heads),
+            _enter, (cdiv(piece.most_entries, piece.width), len(piece), self.num_heads),
             (score, self.cache, *arrays, scores, positions, piece.rows, piece.entries), (self.config, piece.width),
         )  # fmt: skip
         order = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
         leaves = eviction_times(piece, scores, positions, **order, launch=self.launch)
         sizes = piece.rows, piece.keys, piece.entries
         arguments = leaves, *arrays, free, piece.gone, piece.slot_of, *sizes
-        self.launch(_settle, (len(piece), heads), arguments, (piece.width,), num_warps=4)
+        self.launch(_settle, (len(piece), self.num_heads), arguments, (piece.width,), num_warps=4)
 
     def in_steps(self) -> None:
         """Run decode steps for the tokens after the prefixes, one after another in each request."""
-        config, numbers = self.of_scorer, self.common.numbers
+        config, numbers = self.alike.of_scorer, self.common.numbers
         columns = (View(column, numbers.shape[1]) for column in numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected

@@ -197,6 +197,12 @@ class Pages:
         self.state = words
         assert self.k.shape == self.v.shape == shape
 
+    @functools.cached_property
+    def arrays(self) -> tuple:
+        """Arrays k, v, score, position and state, and strides between blocks and between heads of k and of score."""
+        strides = *self.k.stride()[:2], *self.score.stride()[:2]
+        return self.k, self.v, self.score, self.position, self.state, *strides
+
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the cache."""

@@ -137,6 +137,8 @@ def _run_on(device: torch.device, run: Callable, *args, **kwargs):
 
     Autograd does so for backward passes.
     """
+    if torch.cuda.current_device() == device.index:
+        return run(*args, **kwargs)
     with torch.cuda.device(device):
         return run(*args, **kwargs)
 
