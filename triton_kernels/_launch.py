@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from triton.runtime import driver
-
 
 def launch(kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options):
     """Launch a kernel and return it as Triton has compiled it, or None if it is interpreted."""
@@ -15,18 +13,20 @@ class Launches:
 
     The look-up takes the host several times as long as the launch. From layer to layer, arguments differ in addresses
     and in numbers that are not specialised. ``constants`` begin with one that a kernel always has.
+
+    Attributes:
+        stream: stream of the launches, as the driver knows it.
     """
 
     def __init__(self):
-        self._compiled = {}
+        self._compiled, self.stream = {}, None
 
     def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options) -> None:
         """Launch a kernel as :func:`launch` does."""
-        key = id(kernel), constants[1:]
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = launch(kernel, grid, arguments, constants, **options)
-            return
-        stream, hooks = driver.active.get_current_stream(driver.active.get_current_device()), (None, None)
-        of_kernel = compiled.function, compiled.packed_metadata, None  # no metadata for hooks
-        compiled.run(*(*grid, 1)[:3], stream, *of_kernel, *hooks, *arguments, *constants)
+        key = id(kernel), *constants[1:], *options.values()
+        if (known := self._compiled.get(key)) is not None:
+            run, *of_kernel = known
+            run(*(*grid, 1)[:3], self.stream, *of_kernel, *arguments, *constants)
+        elif (compiled := launch(kernel, grid, arguments, constants, **options)) is not None:
+            no_hooks = None, None, None
+            self._compiled[key] = compiled.run, compiled.function, compiled.packed_metadata, *no_hooks

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from kvpop_vllm.kernels.triton._launch import Launches
-from kvpop_vllm.kernels.triton._prefill_attend import attend
+from kvpop_vllm.kernels.triton._prefill_attend import attend, blocks_of
 from kvpop_vllm.kernels.triton._prefill_plan import ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_scores import _mlstm_inputs, _mlstm_scores
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
@@ -18,6 +18,7 @@ from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, floats, 
 from kvpop_vllm.kernels.triton.delayed_mlstm import OPTIONS, Tiles, _readout, _states
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
 from torch.utils.weak import WeakIdKeyDictionary
+from triton.runtime import driver
 
 from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.cache.pages import Prefix, cdiv
@@ -40,18 +41,26 @@ def prefill_chunk(
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    weights, options, form = _known(rule)
+    weights, options, form_of_rule = _known(rule)
     tensors = q, k, v, out, page_table, pages.raw, gate_scores, keys, sink_logits
     prefixes = () if prefix is None else (prefix.table, prefix.tokens, prefix.biased, prefix.pages.raw)
-    form = *map(_form, (*tensors, *prefixes)), form, pages.layout
+    form = *map(_form, (*tensors, *prefixes)), form_of_rule, pages.layout, q.shape[1:], page_table.shape[1:]
 
-    def check():
+    def make_plan():
         check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
-        return _Alike(*(kernel_config(pages, page_table, q, rule, own) for own in ({}, options)), q.device)
+        if (alike := _ALIKE.get(form)) is None:
+            if len(_ALIKE) == MOST_FORMS:
+                _ALIKE.clear()
+            configs = (kernel_config(pages, page_table, q, rule, constants) for constants in ({}, options))
+            alike = _ALIKE[form] = _Alike(*configs, q.device)
+        return _Plan(chunks, rule, prefix, pages, page_table, alike)
 
-    alike, of_call = chunks.once(form, check), (gate_scores, prefix, keys, sink_logits, out)
-    run = _Prefill(q, k, v, pages, page_table, chunks, rule, weights, scale, *of_call, alike)
-    for piece in run.common.pieces:
+    plan = chunks.once((*form, q.shape[0], k.shape, v.shape, *map(id, prefixes[1:3])), make_plan)
+    if q.is_cuda:
+        plan.alike.launch.stream = driver.active.get_current_stream(q.get_device())
+    of_call = scale, gate_scores, prefix, keys, sink_logits, out
+    run = _Prefill(q, k, v, pages, page_table, rule, weights, *of_call, plan)
+    for piece in plan.pieces:
         run.process(piece)
     if rule.sequential:
         run.in_steps()
@@ -59,13 +68,15 @@ def prefill_chunk(
 
 
 def _form(tensor: torch.Tensor | None) -> tuple | None:
-    """Return all that a launch and its checks depend on of a tensor, but its address."""
+    """Return all that a launch depends on of a tensor, but its address and sizes."""
     if tensor is None:
         return None
-    return tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16
+    return tensor.dtype, tensor.get_device(), tensor.stride(), tensor.data_ptr() % 16
 
 
-_KNOWN = WeakIdKeyDictionary()
+_KNOWN, _ALIKE = WeakIdKeyDictionary(), {}
+"""What is known of rules, and of layers of a form."""
+MOST_FORMS = 256
 
 
 def _known(rule) -> tuple[Weights, dict, tuple]:
@@ -93,17 +104,26 @@ class _Alike:
             self.tiles = Tiles(of_scorer.features, of_scorer.values, ROWS, device)
 
 
-class _Common:
-    """What all layers of a step have in common.
+class _Plan:
+    """What the layers of a step have in common.
 
     Attributes:
-        protected, biased: p of each request, and how many protected tokens have a bias.
+        alike: what layers of the same form have in common in all steps.
+        prefix: prefixes of the requests, by which the plan is found.
+        blocks: blocks of attention.
         numbers: see :meth:`_numbers`.
         right: ``[R, H]`` int32, 0 for a wrong start; all layers have seen the same tokens.
         pieces: pieces of all tokens, or if the rule is sequential, of those of prefixes.
+        evicted: pieces whose evictions are known, if they are the same in all layers.
     """
 
-    def __init__(self, chunks: Chunks, rule, protected: list[int], biased: list[int], pages, table):
+    def __init__(self, chunks: Chunks, rule, prefix: Prefix | None, pages, table, alike: _Alike):
+        self.alike, self.prefix, self.blocks, self.evicted = alike, prefix, blocks_of(alike.config), set()
+        protected = biased = [0] * len(chunks)
+        if prefix is not None:
+            protected = prefix.tokens.tolist()
+        if prefix is not None and prefix.biased is not None:
+            biased = prefix.biased.tolist()
         self.numbers = self._numbers(chunks, protected, biased, table.device)
         start, end, *_ = self.numbers.unsqueeze(1).unbind(2)
         heads = torch.arange(table.shape[1], device=table.device)
@@ -137,7 +157,6 @@ class _Prefill:
         v,
         pages,
         table,
-        chunks: Chunks,
         rule,
         weights,
         scale,
@@ -146,21 +165,13 @@ class _Prefill:
         keys,
         sink_logits,
         out,
-        alike: _Alike,
+        plan: _Plan,
     ):
-        self.alike, self.config, self.launch = alike, alike.config, alike.launch
+        self.plan, self.right, self.alike = plan, plan.right, plan.alike
+        self.config, self.launch = plan.alike.config, plan.alike.launch
         self.sink_logits, self.weights = sink_logits, weights
         self.q, self.tokens, self.gate_scores, self.keys = view(q), (view(k), view(v)), gate_scores, keys
-        self.chunks, self.rule, self.scale, self.device = chunks, rule, scale, table.device
-        protected = biased = [0] * len(chunks)
-        if prefix is not None:
-            protected = prefix.tokens.tolist()
-        if prefix is not None and prefix.biased is not None:
-            biased = prefix.biased.tolist()
-        arguments = chunks, rule, protected, biased, pages, table
-        key = rule.sinks, rule.sequential, *protected, *biased, self.device
-        self.common = chunks.once(key, lambda: _Common(*arguments))
-        self.right = self.common.right
+        self.rule, self.scale, self.device = rule, scale, q.device
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
         self.out, self.lse, self.num_heads = out, floats(self.device, *q.shape[:2]), k.shape[1]
 
@@ -168,14 +179,13 @@ class _Prefill:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
         if piece.rows:
             left, inserted, score = self._scores(piece)
-            if self.rule.same_in_all_layers:
-                self.chunks.once(("evicted", piece), lambda: self._evict(piece, score))
-            else:
+            if piece not in self.plan.evicted:
                 self._evict(piece, score)
-        attend(
-            piece, self.config, self.q, self.tokens, self.cache, self.before, self.right, self.scale, self.out,
-            self.lse, self.sink_logits, launch=self.launch,
-        )  # fmt: skip
+            if self.rule.same_in_all_layers:
+                self.plan.evicted.add(piece)
+        pages, results = (self.cache, self.before), (self.scale, self.out, self.lse, self.sink_logits)
+        of_step = self.q, self.tokens, *pages, piece.gone, self.right, *results
+        attend(piece, self.config, self.plan.blocks, *of_step, launch=self.launch)
         if piece.rows:
             arguments = self.tokens, inserted, left, score, piece.slot_of, self.cache, piece.segments, piece.blocks()
             self._of_rows(_store, piece, (*arguments, self.right, piece.rows), (self.config, ROWS), num_warps=4)
@@ -188,24 +198,23 @@ class _Prefill:
         """Return the tokens ``[H, P, 2 D]`` that leave the window, and scores ``[H, P]`` at insertion and of leaving tokens."""
         scorer, inserted = self.rule.scorer, None
         if scorer.takes_gate_scores:
-            index, _ = piece.tail_rows
-            inserted = self.gate_scores[index].T.contiguous()
+            inserted = self.gate_scores[piece.tail_rows].T.contiguous()
         if scorer.recurrent and not scorer.delayed:
             inserted = self._read(piece, None)
         left = torch.empty(
             self.num_heads, piece.rows, 2 * self.config.size, dtype=self.cache.k.dtype, device=self.device
         )
+        if scorer.recurrent and scorer.delayed:
+            return left, inserted, self._read(piece, left)
         score = None if inserted is None else torch.empty_like(inserted)
         arguments = self.tokens, inserted, self.cache, piece.segments, piece.blocks(), left, score, piece.rows
         self._of_rows(_gather, piece, arguments, (self.config, ROWS), num_warps=4)
-        if scorer.recurrent and scorer.delayed:
-            score = self._read(piece, left)
-        elif inserted is None and not scorer.draws and scorer.kernel != "none":
+        if inserted is None and not scorer.draws and scorer.kernel != "none":
             score = scorer.scores(*left.chunk(2, -1))
         return left, inserted, score
 
     def _read(self, piece: Piece, left: torch.Tensor | None) -> torch.Tensor:
-        """Update the states of an mLSTM, and return scores ``[H, P]`` of tokens ``left``, or of the new ones."""
+        """Update the states of an mLSTM, and return scores ``[H, P]`` of tokens gathered in ``left``, or of the new ones."""
         config, heads, rows, blocks = self.alike.of_scorer, self.num_heads, piece.rows, piece.blocks()
         tiles, counts = self.alike.tiles, (rows // ROWS, len(piece))
         states, each = heads * sum(counts), heads * rows
@@ -251,7 +260,7 @@ class _Prefill:
 
     def in_steps(self) -> None:
         """Run decode steps for the tokens after the prefixes, one after another in each request."""
-        config, numbers = self.alike.of_scorer, self.common.numbers
+        config, numbers = self.alike.of_scorer, self.plan.numbers
         columns = (View(column, numbers.shape[1]) for column in numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected

@@ -69,6 +69,8 @@ CASES = "1x16384 8x16384 16x16384 64x16384 64x4096"
 """Requests and context of decode steps, in order: requests of the same context join those that decode."""
 PROMPTS = "1x40 1x3000 1x8000 2x8000 8x500"
 """Prompts of a step whose host time is measured: requests and tokens of each."""
+HOST_TIMES = "host-times"
+"""Part that only a rehearsal has a use for."""
 QUARTER = 272
 """A quarter of a worked solution: 4 sinks, a window of 24 and 244 long-range slots."""
 SMALL = dict(
@@ -412,7 +414,7 @@ PARTS = (
     Part("kvpop-engine", 195, kvpop_engine),
     Part("stock-engine", 110, stock_engine),
     Part("answers", 60, answers, report=report_answers),
-    Part("host-times", 240, host_times, by_name_only=True),
+    Part(HOST_TIMES, 240, host_times, by_name_only=True),
     *(
         Part(name, seconds, partial(section, name), needs_vllm=False, by_name_only=True)
         for name, seconds in SECTIONS.items()

@@ -315,7 +315,7 @@ class Prefix:
 
     def on(self, pages: Pages) -> Prefix:
         """Return the prefixes in the pages of a layer."""
-        return replace(self, pages=pages)
+        return Prefix(pages, self.table, self.tokens, self.biased)  # in every layer, so not by replace()
 
     def of(self, requests: slice) -> Prefix:
         """Return the prefixes of these requests."""
