@@ -95,13 +95,14 @@ class _Alike:
     Attributes:
         config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
         launch: launches a kernel, see :mod:`_launch`.
-        tiles: tiles of an mLSTM's states.
+        tiles, width: tiles of an mLSTM's states, and columns of a product with its features.
     """
 
     def __init__(self, config: KernelConfig, of_scorer: KernelConfig, device: torch.device):
         self.config, self.of_scorer, self.launch = config, of_scorer, Launches()
         if of_scorer.scorer == "mlstm":
             self.tiles = Tiles(of_scorer.features, of_scorer.values, ROWS, device)
+            self.width = max(16, of_scorer.padded_columns)
 
 
 class _Plan:
@@ -216,17 +217,16 @@ class _Prefill:
     def _read(self, piece: Piece, left: torch.Tensor | None) -> torch.Tensor:
         """Update the states of an mLSTM, and return scores ``[H, P]`` of tokens gathered in ``left``, or of the new ones."""
         config, heads, rows, blocks = self.alike.of_scorer, self.num_heads, piece.rows, piece.blocks()
-        tiles, counts = self.alike.tiles, (rows // ROWS, len(piece))
-        states, each = heads * sum(counts), heads * rows
-        sizes = {"read": each * config.features, "write": each * config.features, "values": each * config.values}
-        sizes |= {"readouts": each * config.values, "igate": each, "decay": each, "score": each}
-        sizes |= {"c": states * config.features * config.values, "z": states * config.features, "m": states}
-        parts = floats(self.device, sum(sizes.values())).split(list(sizes.values()))  # one allocation for all
+        tiles, counts, (f, v) = self.alike.tiles, (rows // ROWS, len(piece)), (config.features, config.values)
+        states = sum(counts)
+        sizes = rows * f, rows * f, rows * v, rows * v, rows, rows, rows, states * f * v, states * f, states
+        sizes = [4 * cdiv(heads * size, 4) for size in sizes]  # each begins at a multiple of 16 bytes
+        parts = floats(self.device, sum(sizes)).split(sizes)  # one allocation takes the host less time than ten
         read, write, values, readouts, igate, decay, score, *of_blocks = parts
         of_rows = self.tokens, left, self.weights, self.cache, piece.segments, blocks
         self._of_rows(
-            _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, sum(counts)),
-            (config, ROWS, max(16, config.padded_columns)), **OPTIONS,
+            _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, states),
+            (config, ROWS, self.alike.width), **OPTIONS,
         )  # fmt: skip
         self.launch(
             _states, (tiles.f_blocks, tiles.v_blocks, heads * len(piece)),
