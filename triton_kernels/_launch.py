@@ -24,8 +24,8 @@ class Launches:
     def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options) -> None:
         """Launch a kernel as :func:`launch` does."""
         key = id(kernel), *constants[1:], *options.values()
-        if (known := self._compiled.get(key)) is not None:
-            run, *of_kernel = known
+        if (compiled := self._compiled.get(key)) is not None:
+            run, *of_kernel = compiled
             run(*(*grid, 1)[:3], self.stream, *of_kernel, *arguments, *constants)
         elif (compiled := launch(kernel, grid, arguments, constants, **options)) is not None:
             no_hooks = None, None, None

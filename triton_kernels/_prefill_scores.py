@@ -122,15 +122,14 @@ def _mlstm_inputs(
     gate, log_f = gate_logs(gate, forget, P)
     tl.store(igate + place, tl.where(present, gate, float("-inf")))
     tl.store(decay + place, tl.cumsum(tl.where(present, log_f, 0.0), 0))
-    for column in range(0, P.values, COLUMNS):
+    for x in range(0, P.values, COLUMNS):
+        column = x + tl.arange(0, COLUMNS)
         if weights.v_proj is None:
-            at = column + tl.arange(0, COLUMNS)
-            mask = present[:, None] & (at < P.values)[None, :]
-            block = tl.load(value[:, None] + at[None, :], mask=mask, other=0.0).to(tl.float32)
+            mask = present[:, None] & (column < P.values)[None, :]
+            block = tl.load(value[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
         else:
-            block = _products(key, value, present, weights.v_proj, h, column, P.values, P, COLUMNS)
-        at = column + tl.arange(0, COLUMNS)
-        tl.store(values + place[:, None] * P.values + at[None, :], block, mask=(at < P.values)[None, :])
+            block = _products(key, value, present, weights.v_proj, h, x, P.values, P, COLUMNS)
+        tl.store(values + place[:, None] * P.values + column[None, :], block, mask=(column < P.values)[None, :])
     if first == 0:
         r, f = numbers.request.to(tl.int64), tl.arange(0, P.padded_features)
         state = h * states + numbers.row // ROWS + tl.load(blocks + 2 * tl.program_id(0))

@@ -81,12 +81,12 @@ MOST_FORMS = 256
 
 def _known(rule) -> tuple[Weights, dict, tuple]:
     """Return a rule's weights and options of kernels, and all that launches and their checks depend on."""
-    if (known := _KNOWN.get(rule)) is None:
+    if (record := _KNOWN.get(rule)) is None:
         weights, options = weights_of(rule.scorer, "prefill_chunk")
         stores = rule.compression or rule.rounds
         numbers = rule.sinks, rule.decay_step, rule.moment_correction, stores and stores.queries, *options.values()
-        known = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
-    return known
+        record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
+    return record
 
 
 class _Alike:

@@ -349,10 +349,10 @@ def host_times(run: Run) -> Iterator[list]:
     model = write_model(run, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
     server, engines = {"budget": BUDGETS[1]}, {"stock": {}}
     policies = {"streaming-llm": {}, "kvpop": {"scorer": str(model / "scorer")}}
-    for name, own in policies.items():
+    for name, scorer in policies.items():
         for suffix, protected in {"": {}, ", protected": PROTECTED}.items():
             engines[name + suffix] = {
-                "additional_config": {"kv_policy": {"policy": name, **own, **server, **protected}}
+                "additional_config": {"kv_policy": {"policy": name, **scorer, **server, **protected}}
             }
     shared = ENGINE | {"model": str(model), "kv_cache_memory_bytes": 1 << 32, "gpu_memory_utilization": 0.1}
     engines = {name: shared | arguments for name, arguments in engines.items()}
