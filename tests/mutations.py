@@ -257,12 +257,20 @@ FAULTS = {
         # the oldest token of the ring is not written
         ("(index >«=→» length - numbers.window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
     ],
+    f"{TRITON}/_prefill_scores.py": [
+        # a segment begins with the state that its pages hold
+        ("begun, inside = «numbers.start + numbers.first == 0→False», f", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        (
+            "tl.store(decay + place, tl.cumsum(tl.where(present, log_f, «0.0→1.0»), 0))",
+            f"{TRITON_PREFILL} -k 'shapes and norm'",
+        ),
+    ],
     f"{TRITON}/_prefill_plan.py": [
         # requests after the first one in a piece
         ("key += part.used + part.length«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
-        ("log_f.to(tl.float32) + «tl.where(q > 0, m, -1e30)→m»", f"{SERVING} -k 'holds and once'"),
+        ("old = log_f + «tl.where(q > 0, m, -1e30)→m»", f"{SERVING} -k 'holds and once'"),
     ],
     # Attention, cache, glue and policies
     "kvpop_vllm/requests.py": [

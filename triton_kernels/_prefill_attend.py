@@ -6,14 +6,16 @@ The keys that a block of queries sees are listed first: no other one is loaded, 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2
+from kvpop_vllm.kernels.triton._launch import launch
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_plan import Piece, block_of
-from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of, view
+from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of
 from kvpop_vllm.kernels.triton._softmax import add_keys, add_sinks, nothing_yet
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
@@ -153,34 +155,52 @@ def block_rows(config, tile) -> tuple[int, int]:
     return rows, rows // config.group
 
 
-def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple]:
+class Blocks(NamedTuple):
+    """Blocks of queries and keys of a program, and options of its launch."""
+
+    rows: int
+    queries: int
+    keys: int
+    options: dict[str, int]
+
+
+def blocks_of(config) -> Blocks:
+    """Return the blocks of attention of a kind of heads."""
+    tile = tile_of(PREFILL, config.wide, config.size)
+    return Blocks(*block_rows(config, tile), tile.keys, {"num_warps": tile.warps, "num_stages": tile.stages})
+
+
+def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) -> Iterator[tuple]:
     """List what blocks of ``block_q`` queries see, as many of them as memory allows at a time.
 
     Yield the grid of these blocks, and what a kernel takes of the lists: blocks, lists, counts, first block and a
     list's room.
     """
-    heads, blocks, room = len(gone), piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
-    batch = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
+    (heads, _), blocks, room = gone.shape, piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
+    count = blocks.shape[0]
+    if not piece.keys:  # all tokens are protected
+        counts = piece.no_counts(count)
+        yield (count, heads), (blocks, counts, counts, 0, 0)
+        return
+    batch = min(count, max(1, LIST_BYTES // (8 * heads * room)))
     lists = torch.empty(heads, batch, 2, room, dtype=torch.int32, device=gone.device)
     counts = torch.empty(heads, batch, 2, dtype=torch.int32, device=gone.device)
-    for skipped in range(0, len(blocks), batch):
-        grid = min(batch, len(blocks) - skipped), heads
-        _list_keys[grid](
-            gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
-            P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,
-        )  # fmt: skip
+    for skipped in range(0, count, batch):
+        grid = min(batch, count - skipped), heads
+        arguments = gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room
+        launch(_list_keys, grid, arguments, (config, block_q, LISTED), num_warps=4)
         yield grid, (blocks, lists, counts, skipped, room)
 
 
-def attend(piece: Piece, config, q, tokens, cache, prefix, gone, right, scale, out, lse, sink_logits=None) -> None:
+def attend(
+    piece: Piece, config, blocks: Blocks, q, tokens, cache, prefix, gone, right, scale, out, lse, sink_logits=None,
+    launch=launch,
+) -> None:  # fmt: skip
     """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees, by ``gone``.
 
     The other arguments are those of the kernels; ``out`` and ``lse`` are written.
     """
-    tile = tile_of(PREFILL, config.wide, config.size)
-    rows, block_q = block_rows(config, tile)
-    for grid, listed in key_lists(piece, config, cache, gone, block_q):
-        _attend_keys[grid](
-            view(q), tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale, sink_logits,
-            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+    constants = config, blocks.rows, blocks.queries, blocks.keys
+    for grid, listed in key_lists(piece, config, cache, gone, blocks.queries, launch):
+        arguments = q, tokens, cache, prefix, piece.segments, *listed, right, out, lse, scale, sink_logits
+        launch(_attend_keys, grid, arguments, constants, **blocks.options)

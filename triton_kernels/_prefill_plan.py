@@ -19,17 +19,19 @@ from typing import Any, NamedTuple
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton.delayed_mlstm import LARGEST_CHUNK
 
 from kvpop_vllm.cache.chunks import Chunks, send
+from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.kernels.ops import RetentionRule
 
 PIECE = 32768
 """Tail rows and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
 WIDTH = 1024
 """Entries that a program looks at together."""
+LARGEST_CHUNK = 64
+"""Most tokens of a chunk of an mLSTM. Longer chunks are split, which gives the same result."""
 ROWS = LARGEST_CHUNK
-"""Tail rows of a program, and tokens of a chunk of the mLSTM."""
+"""Tail rows of a program."""
 LAST = tl.constexpr(2**31 - 1)
 """Eviction time of a token that is not evicted within its piece."""
 
@@ -107,7 +109,7 @@ def pieces_of(
                 topk, count, request=r, token=first + done, position=position + done, protected=p,
                 sinks=rule.behind(p).sinks, window=window, biased=biased[r],
             )  # fmt: skip
-            needed_room = triton.cdiv(count, ROWS) * ROWS + part[0].used  # rows even for tokens of the prefix
+            needed_room = cdiv(count, ROWS) * ROWS + part[0].used  # rows even for tokens of the prefix
             if pieces[-1] and needed_room > room:
                 pieces.append([])
                 room = PIECE
@@ -126,67 +128,82 @@ class Piece:
         rows, keys, entries: P, N and E.
         most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
         width: WIDTH.
-        goes_on: False if all segments begin without a state.
         evicts: False if no head has more candidates than long-range slots.
-        numbers: those of all segments, each ``[S]`` int64.
-        tails: ``[S']`` int64, the segments that have tokens after p.
+        lines: numbers of each segment.
     """
 
     def __init__(self, parts: list[Segment], device: torch.device):
         lines, row, key, entry, self.width = [], 0, 0, 0, WIDTH
-        for part, topk in parts:
-            lines.append([*part._replace(row=row, key=key, entry=entry), *topk])
-            row += triton.cdiv(part.length, ROWS) * ROWS
+        for part, _ in parts:
+            lines.append(part._replace(row=row, key=key, entry=entry))
+            row += cdiv(part.length, ROWS) * ROWS
             key += part.used + part.length
-            entry += triton.cdiv(part.filled + part.leaving, WIDTH) * WIDTH
-        sent = send(lines, device, torch.int32)
-        self.segments, self.topk = sent[:, :16].contiguous(), sent[:, 16:].contiguous()
-        self.numbers = Numbers(*sent.T[:16].long())
+            entry += cdiv(part.filled + part.leaving, WIDTH) * WIDTH
+        self.device, self.lines, self.heads = device, lines, len(parts[0][1])
+        self.segments, self.topk = (
+            send(numbers, device, torch.int32) for numbers in (lines, [topk for _, topk in parts])
+        )
         self.rows, self.keys, self.entries = row, key, entry
         self.most_keys = max(part.used + part.inside + part.length for part, _ in parts)
         self.most_slots = max(part.sinks + part.window + max(topk) for part, topk in parts)
         self.most_entries = max(part.filled + part.leaving for part, _ in parts)
-        self.goes_on = any(part.start + part.first for part, _ in parts if part.length)
         self.evicts = any(part.start + part.length > part.sinks + part.window + min(topk) for part, topk in parts)
-        self.tails = send([s for s, (part, _) in enumerate(parts) if part.length], device)
-        self._queries, self._blocks = [part.inside + part.length for part, _ in parts], {}
+        self._blocks = {}
 
     def __len__(self) -> int:
-        return len(self.segments)
-
-    def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
-        owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
-        first = counts.cumsum(0) - counts
-        return owner, torch.arange(total, device=counts.device) - first[owner]
+        return len(self.lines)
 
     def blocks(self, size: int | None = None) -> torch.Tensor:
         """Return blocks ``[blocks, 2]`` int32, segment and first token, of ``size`` tokens or else ROWS tail rows."""
         if size not in self._blocks:
-            counts, step = self.numbers.length, size or ROWS
-            counts = counts if size is None else counts + self.numbers.inside
-            total = self.rows // ROWS if size is None else sum(triton.cdiv(count, size) for count in self._queries)
-            owner, index = self._owners((counts + step - 1) // step, total)
-            self._blocks[size] = torch.stack([owner, index * step], 1).int()
+            counts = (part.length + (part.inside if size else 0) for part in self.lines)
+            pairs = [(s, first) for s, count in enumerate(counts) for first in range(0, count, size or ROWS)]
+            self._blocks[size] = send(pairs, self.device, torch.int32)
         return self._blocks[size]
 
+    def no_counts(self, blocks: int) -> torch.Tensor:
+        """Return numbers of listed keys ``[H, blocks, 2]`` int32 where no tail has any, formed once."""
+        if (key := ("counts", blocks)) not in self._blocks:
+            self._blocks[key] = torch.zeros(self.heads, blocks, 2, dtype=torch.int32, device=self.device)
+        return self._blocks[key]
+
     @cached_property
-    def tail_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
+    def gone(self) -> torch.Tensor:
+        """Eviction times of keys ``[H, N]`` int32; where layers write any, all of them do."""
+        return torch.full((self.heads, self.keys), LAST.value, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def slot_of(self) -> torch.Tensor:
+        """Slots ``[H, P]`` int32 of the tokens that leave the window with rows, -1 if there is none or it is evicted."""
+        return torch.full((self.heads, self.rows), -1, dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def candidates(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Workspaces ``[H, E]`` of scores, float32, and positions and free slots, int32, for one layer after another."""
+        scores = torch.empty(self.heads, self.entries, dtype=torch.float32, device=self.device)
+        return scores, *(torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
+
+    @cached_property
+    def order(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Workspaces ``[H, E]`` of eviction times, int32, and priorities, float64, as they come and in order."""
+        times = torch.empty(self.heads, self.entries, dtype=torch.int32, device=self.device)
+        return times, *(torch.empty_like(times, dtype=torch.float64) for _ in range(2))
+
+    @cached_property
+    def tail_rows(self) -> torch.Tensor:
+        """Token of the batch ``[P]`` int64 of each tail row; of a row that holds none, the last one of its segment."""
+        numbers = Numbers(*self.segments.T.long())
         owner, first = self.blocks().long().unbind(1)
         index = first.unsqueeze(1) + torch.arange(ROWS, device=first.device)
-        length = self.numbers.length[owner].unsqueeze(1)
-        token = (self.numbers.token + self.numbers.inside)[owner].unsqueeze(1) + index.minimum(length - 1)
-        return token.flatten(), (index >= length).flatten()
+        last = (numbers.length[owner] - 1).unsqueeze(1)
+        return ((numbers.token + numbers.inside)[owner].unsqueeze(1) + index.minimum(last)).flatten()
 
     @cached_property
-    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Numbers of blocks before each tail, and in all, ``[S' + 1]`` int32, and each block's tail.
+    def ends(self) -> torch.Tensor:
+        """Numbers of blocks of :data:`ROWS` rows before each segment, and in all, ``[S + 1]`` int32."""
+        return send([*(part.row // ROWS for part in self.lines), self.rows // ROWS], self.device, torch.int32)
 
-        Then the requests ``[S']`` int64 of the tails, and a mask ``[S']`` of those that begin without a state.
-        """
-        first = self.numbers.row[self.tails] // ROWS
-        rank = (self.numbers.length > 0).cumsum(0) - 1
-        ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
-        begins = (self.numbers.start + self.numbers.first)[self.tails] == 0
-        return ends.int(), rank[self.blocks()[:, 0].long()].int(), self.numbers.request[self.tails], begins
+    @cached_property
+    def segment_of(self) -> torch.Tensor:
+        """Segment of each of these blocks, int32."""
+        return self.blocks()[:, 0].contiguous()

@@ -13,22 +13,11 @@ from kvpop_vllm.kernels.triton._serving_pages import element_at, ring_slot, row_
 from kvpop_vllm.kernels.triton.online_topk import held_long
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _gather(
-    tokens,  # k, v [T, H, D]
-    new_score,  # [H, P] float32, scores computed at insertion, or None
-    cache, segments, blocks,
-    left, score,  # [H, P, 2 D], and, if there are scores computed at insertion, [H, P] float32
-    rows,
-    P: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Copy key and value of the token that leaves the window with each tail row; 0 where there is none.
-
-    Grid: 64 tail rows, H. 67 MB, read and written: 19 us.
-    """
+@triton.jit
+def gather(tokens, new_score, cache, numbers, h, first, left, score, rows, P: tl.constexpr, ROWS: tl.constexpr):
+    """Copy key and value of the token that leaves the window with each tail row of a block; 0 where there is none."""
     k, v = tokens
-    numbers, first = block_of(segments, blocks, tl.program_id(0))
-    h, r = tl.program_id(1).to(tl.int64), numbers.request.to(tl.int64)
+    r = numbers.request.to(tl.int64)
     row, index = first + tl.arange(0, ROWS), first + tl.arange(0, ROWS) - numbers.window
     leaving = (row < numbers.length) & (numbers.start + index >= numbers.sinks)
     row += h * rows + numbers.row
@@ -44,6 +33,20 @@ def _gather(
         in_word = tl.load(cache.score + word_at(cache, r, h, slot, P), mask=in_ring, other=0.0)
         computed = tl.load(new_score + h * rows + numbers.row + index, mask=is_new, other=0.0)
         tl.store(score + row, tl.where(in_ring, in_word, computed))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _gather(
+    tokens,  # k, v [T, H, D]
+    new_score,  # [H, P] float32, scores computed at insertion, or None
+    cache, segments, blocks,
+    left, score,  # [H, P, 2 D], and, if there are scores computed at insertion, [H, P] float32
+    rows,
+    P: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Run :func:`gather`. Grid: 64 tail rows, H. 67 MB, read and written: 19 us."""
+    numbers, first = block_of(segments, blocks, tl.program_id(0))
+    gather(tokens, new_score, cache, numbers, tl.program_id(1).to(tl.int64), first, left, score, rows, P, ROWS)
 
 
 @triton.jit(do_not_specialize=["rows", "entries"])

@@ -33,12 +33,6 @@ def view(tensor) -> View:
     return View() if tensor is None else View(tensor, *tensor.stride()[:2])
 
 
-def state_places(pages, table, heads, requests):
-    """Return the state pages ``[H * n, pages]`` and heads ``[H * n]`` of n requests, a head's requests together."""
-    rows = table[requests, :, : pages.layout.state_blocks].long().transpose(0, 1)
-    return rows.flatten(0, 1), heads.repeat_interleave(len(requests))
-
-
 class Cache(NamedTuple):
     """Pages of a layer and their page table, with strides in elements of their array; no table stands for no pages.
 

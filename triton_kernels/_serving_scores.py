@@ -141,14 +141,22 @@ def _softcap(a, P: tl.constexpr):
 
 
 @triton.jit
+def gate_logs(igate, fgate, P: tl.constexpr):
+    """Return the input gate and the logarithm of the forget gate, float32, of their products with an mLSTM's weights."""
+    fgate = _softcap(fgate, P)
+    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
+    return _softcap(igate, P).to(tl.float32), log_f.to(tl.float32)
+
+
+@triton.jit
 def gates_of(step, m, row, h, q, P: tl.constexpr):
     """Return the new m of an mLSTM, whose old one is ``m``, and the factors of old cells and of the new token."""
     key, value = new_token(step, row, h, P)
     w = step.weights
-    igate = _softcap(dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h), P).to(tl.float32)
-    fgate = _softcap(dot(key, value, w.fgate_weight, h, P) + tl.load(w.fgate_bias + h), P)
-    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
-    old = log_f.to(tl.float32) + tl.where(q > 0, m, -1e30)
+    igate = dot(key, value, w.igate_weight, h, P) + tl.load(w.igate_bias + h)
+    fgate = dot(key, value, w.fgate_weight, h, P) + tl.load(w.fgate_bias + h)
+    igate, log_f = gate_logs(igate, fgate, P)
+    old = log_f + tl.where(q > 0, m, -1e30)
     m = tl.maximum(old, igate)
     return m, tl.exp(old - m), tl.exp(igate - m)
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_plan import PIECE, ROWS
-from kvpop_vllm.kernels.triton._serving_pages import state_places
-from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
+from kvpop_vllm.kernels.triton.delayed_mlstm import states_of_segments
 
 from kvpop_vllm.cache.chunks import send
 
@@ -33,5 +32,6 @@ def begin_tail(pages, page_table, prefix, *, rule):
         tokens = torch.cat([x[blocks, :, token % slots] for x in (prefix.pages.k, prefix.pages.v)], -1)
         tokens, none = tokens.flatten(0, 1).transpose(0, 1), (index >= counts).flatten()
         before = torch.arange(len(chosen) + 1, dtype=torch.int32, device=device) * chunks
-        _, state = mlstm_of_segments(rule.scorer, tokens, none, before)
-        pages.store_states(*state_places(pages, page_table, heads, r), state)
+        state = states_of_segments(rule.scorer, tokens, none, before)
+        blocks = page_table[r, :, : pages.layout.state_blocks].long().transpose(0, 1).flatten(0, 1)
+        pages.store_states(blocks, heads.repeat_interleave(len(r)), state)  # a head's requests together

@@ -182,8 +182,7 @@ def decode_step(
 
 def cache_of(pages, table) -> Cache:
     """Return the pages of a layer and their table ``[R, H, P]`` as kernels take them."""
-    arrays = pages.k, pages.v, pages.score, pages.position, pages.state
-    return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], table, *table.stride())
+    return Cache(*pages.arrays, table, *table.stride())
 
 
 def prefix_of(prefix) -> Cache:

@@ -14,11 +14,14 @@ from kvpop_vllm.kernels.triton import _delayed_mlstm_backward as backward
 from kvpop_vllm.kernels.triton._constants import PRECISION
 from kvpop_vllm.kernels.triton._delayed_mlstm_backward import chunk_of, pair_logs
 from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
+from kvpop_vllm.kernels.triton._prefill_plan import LARGEST_CHUNK, numbers_of
+from kvpop_vllm.kernels.triton._serving_pages import state_at
 
 EMPTY_M = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-6)
-LARGEST_CHUNK = 64  # longer chunks are split, which gives the same result
-INNER_TILE, WARPS = 32, 8  # chosen by counting register spills
+INNER_TILE = 32  # chosen, with the options, by counting register spills
+OPTIONS = {"num_warps": 8, "num_stages": 1}
+TILES = "FEATURES", "WIDTH", "L", "BLOCK_F", "BLOCK_V", "PRECISION"
 
 
 @triton.jit
@@ -37,11 +40,15 @@ def _states(
     c_first, z_first, m_first,  # before each segment, or None
     c_states, z_states, m_states,  # [rows, chunks + segments, ...]: F and DV, F, nothing
     ends,  # [segments + 1], number of chunks before each segment, and in all
+    cache, pieces,  # pages of states, and numbers of segments [segments, 16]; or None
+    right,  # [R, H], 0 for a state that must stay as it is
     length, chunks, segments,
-    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
-    PRECISION: tl.constexpr,
+    P: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_V: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute the state before each chunk of a segment and after its last; each program has one tile of C.
+
+    States in pages are written there. Their z and m are in place ahead of a segment's first chunk.
 
     Grid: 64 features, 64 columns, rows times segments. 135 MB: 37 us, and more by 128 chunks one after another.
     """
@@ -58,6 +65,17 @@ def _states(
         features = f + tl.arange(0, BLOCK_F)
         z = tl.load(z_first + number * FEATURES + features, mask=features < FEATURES, other=0.0)
         m = tl.load(m_first + number)
+    if cache is not None:
+        numbers, heads = numbers_of(pieces, segment), tl.num_programs(2) // segments
+        r, features, columns = numbers.request.to(tl.int64), f + tl.arange(0, BLOCK_F), column + tl.arange(0, BLOCK_V)
+        has_tokens = features < tl.where(begin < end, FEATURES, 0)
+        inside = has_tokens[:, None] & (columns < WIDTH)[None, :]
+        word = features[:, None] * WIDTH + columns[None, :]
+        width = tl.where(numbers.start + numbers.first > 0, WIDTH, 0)  # a first token finds no state
+        stored = has_tokens[:, None] & (columns < width)[None, :]
+        c = tl.load(state_at(cache, r, row, word, stored, P), mask=stored, other=0.0)
+        z = tl.load(z_states + (offset + begin) * FEATURES + features, mask=has_tokens, other=0.0)
+        m = tl.load(m_states + offset + begin)
     for chunk in range(begin, end):
         _store_state(c_states, z_states, m_states, offset + chunk, c, z, m, f, column, FEATURES, WIDTH)
         tokens = (row * chunks + chunk) * L + tl.arange(0, L)
@@ -71,14 +89,23 @@ def _states(
         c = tl.dot(tl.trans(kg), block_v, c * keep, input_precision=PRECISION)
         z = z * keep + tl.sum(kg, 0)
         m = new_m
-    _store_state(c_states, z_states, m_states, offset + end, c, z, m, f, column, FEATURES, WIDTH)
+    if cache is None:
+        _store_state(c_states, z_states, m_states, offset + end, c, z, m, f, column, FEATURES, WIDTH)
+    else:
+        width = tl.where(tl.load(right + r * heads + row) != 0, WIDTH, 0)
+        inside = has_tokens[:, None] & (columns < width)[None, :]
+        tl.store(state_at(cache, r, row, word, inside, P), c, mask=inside)
+        has_z = features < tl.where((begin < end) & (column < tl.minimum(width, 1)), FEATURES, 0)
+        tl.store(state_at(cache, r, row, FEATURES * WIDTH + features, has_z, P), z, mask=has_z)
+        has_m = (begin < end) & (column + f < tl.minimum(width, 1))
+        tl.store(state_at(cache, r, row, FEATURES * (WIDTH + 1), True, P), m, mask=has_m)
 
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
 def _readout(
     q, k, v, igate, decay, c_states, z_states, m_states,
     h,  # [rows, S, DV]
-    m_rows, denominators,  # [rows, chunks * L]
+    m_rows, denominators,  # [rows, chunks * L], or None
     segment_of,  # [chunks]
     delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
@@ -115,9 +142,10 @@ def _readout(
     denominator = tl.sum(weights, 1) + qz * old + smallest
     rows = numerator / denominator[:, None]
     store_tile(h + row * length * WIDTH, rows, first - delay, length - delay, column, WIDTH, L, BLOCK_V)
-    if column == 0:
-        tl.store(m_rows + tokens, m)
-        tl.store(denominators + tokens, denominator)
+    if m_rows is not None:
+        if column == 0:
+            tl.store(m_rows + tokens, m)
+            tl.store(denominators + tokens, denominator)
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
@@ -133,17 +161,37 @@ def _largest_tile(device: torch.device) -> int:
     return 64 if _capability(device)[0] in (9, 10) else 32
 
 
+class Tiles:
+    """Tiles of states of F features and ``width`` values.
+
+    Attributes:
+        f_blocks, v_blocks: numbers of tiles.
+    """
+
+    def __init__(self, features: int, width: int, chunk: int, device: torch.device, precision: str = PRECISION.value):
+        self.sizes = features, width, chunk
+        self.block_f, self.block_v = (
+            min(_largest_tile(device), max(16, triton.next_power_of_2(n))) for n in (features, width)
+        )
+        self.f_blocks, self.v_blocks = triton.cdiv(features, self.block_f), triton.cdiv(width, self.block_v)
+        self.precision = precision
+
+    def constants(self, inner="") -> tuple:
+        """Return the constants of a kernel, which loops over the axis ``inner``, F or V, in smaller blocks."""
+        block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
+        block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
+        return *self.sizes, block_f, block_v, self.precision
+
+
 class _Layout:
     """Sizes, tiles and gates of one call; all tensors have one row per sequence and head."""
 
     def __init__(self, q, v, igate, fgate, chunk, precision=PRECISION.value):
         (self.rows, self.length, self.features), self.width = q.shape, v.shape[-1]
-        self.chunk, self.precision = chunk, precision
+        self.chunk = chunk
         self.chunks = triton.cdiv(self.length, chunk)
-        self.block_f, self.block_v = (
-            min(_largest_tile(q.device), max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
-        )
-        self.f_blocks, self.v_blocks = triton.cdiv(self.features, self.block_f), triton.cdiv(self.width, self.block_v)
+        self.of_states = Tiles(self.features, self.width, chunk, q.device, precision)
+        self.f_blocks, self.v_blocks = self.of_states.f_blocks, self.of_states.v_blocks
         self.igate = self.padded(igate, -torch.inf)
         log_f = self.padded(F.logsigmoid(fgate), 0.0)
         self.decay = log_f.view(self.rows, self.chunks, chunk).cumsum(-1).view_as(log_f)
@@ -155,10 +203,7 @@ class _Layout:
 
     def tiles(self, inner=""):
         """Return block sizes and launch options; a kernel loops over the axis ``inner``, F or V, in smaller blocks."""
-        block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
-        block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
-        sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk, "PRECISION": self.precision}
-        return sizes | {"BLOCK_F": block_f, "BLOCK_V": block_v, "num_warps": WARPS, "num_stages": 1}
+        return dict(zip(TILES, self.of_states.constants(inner), strict=True)) | OPTIONS
 
     def empty(self, *shape):
         return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
@@ -170,10 +215,11 @@ class _Layout:
         segments = len(ends) - 1
         shape = self.rows, self.chunks + segments
         states = self.empty(*shape, self.features, self.width), self.empty(*shape, self.features), self.empty(*shape)
-        first = state or (None, None, None)
+        of_pages, counts = (None, None, None), (self.length, self.chunks, segments)
         _states[self.f_blocks, self.v_blocks, self.rows * segments](
-            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments, **self.tiles()
-        )
+            k, v, self.igate, self.decay, *(state or (None, None, None)), *states, ends, *of_pages, *counts,
+            P=None, **self.tiles(),
+        )  # fmt: skip
         return states
 
     def readout(self, q, k, v, states, segment_of, delay):
@@ -276,28 +322,21 @@ def _gradients(ctx, grad, *_):
 _run.register_autograd(_gradients, setup_context=_save)
 
 
-def mlstm_of_segments(weights, tokens, none, ends, state=None, read=None, segment_of=None):
-    """Return scores and the state after each of some segments that lie one after another.
+def states_of_segments(weights, tokens, none, ends):
+    """Return the state after each of some segments that lie one after another and begin without a state.
 
     Args:
         weights: the mLSTM scorer.
         tokens: ``[H, P, 2D]``, keys and values; P is a multiple of :data:`LARGEST_CHUNK`.
         none: ``[P]``, mask of the rows that hold no token.
         ends: ``[S + 1]`` int32, number of chunks before each segment, and in all.
-        state: C ``[1, H * S, F, DV]``, z ``[1, H * S, F]`` and m ``[1, H * S]`` before each segment; None if empty.
-        read: ``[H, P, 2D]``, the token that is read out with each new one, or None for no scores ``[H, P]``.
-        segment_of: ``[P / LARGEST_CHUNK]`` int32, segment of each chunk.
     """
     k, v, igate, fgate = weights.inputs(tokens.float())
-    k, v, score = k.contiguous(), v.contiguous(), None
+    k, v = k.contiguous(), v.contiguous()
     layout = _Layout(k, v, igate.masked_fill(none, -torch.inf), fgate.masked_fill(none, torch.inf), LARGEST_CHUNK)
-    states = layout.states(k, v, [x[0].contiguous() for x in state or ()], ends)
-    if read is not None:
-        read = read.float()
-        h, *_ = layout.readout(weights.query(read).contiguous(), k, v, states, segment_of, 0)
-        score = weights.score(h, read)
+    states = layout.states(k, v, ends=ends)
     last = (ends[1:] + torch.arange(len(ends) - 1, device=ends.device)).long()
-    return score, tuple(x[:, last].flatten(0, 1).unsqueeze(0) for x in states)
+    return tuple(x[:, last].flatten(0, 1).unsqueeze(0) for x in states)
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):

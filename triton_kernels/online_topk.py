@@ -9,8 +9,11 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._launch import launch
 from kvpop_vllm.kernels.triton._lowest_score import Order, effective, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, numbers_of, segment
+
+from kvpop_vllm.cache.pages import cdiv
 
 NEVER = torch.iinfo(torch.int64).max
 BLOCK = 2048
@@ -200,7 +203,7 @@ def _leave(
         tl.store(gone + offset + entry, tl.where((home >= 0) | (k == 0), until, LAST), mask=entry < total)
 
 
-def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None) -> torch.Tensor:
+def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None, launch=launch):
     """Return ``[H, E]`` int32: the first query of its segment that does not see an entry's token, or :data:`LAST`.
 
     The values of long-range slots that are not in use before the piece have no meaning.
@@ -211,27 +214,26 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         position: ``[H, E]`` int32, -1 for slots that are not in use; overwritten.
         log_gamma, decay_step, ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
         keys: ``[R, H]`` int64 keys of draws, or None.
+        launch: see :mod:`_launch`.
     """
-    gone = torch.empty(score.shape, dtype=torch.int32, device=score.device)
+    gone, priority, ordered = piece.order
     if not piece.evicts:
         return gone.fill_(LAST.value)
-    arrays, heads = (piece.segments, piece.topk, piece.entries), len(score)
+    arrays, heads = (piece.segments, piece.topk, piece.entries), score.shape[0]
     if decay_step == 1 and not ages and keys is None:
-        priority, ordered = (torch.empty(score.shape, dtype=torch.float64, device=score.device) for _ in range(2))
-        width, lanes = piece.width, min(LANES, piece.width)
-        _sort_entries[triton.cdiv(piece.most_entries, width), len(piece), heads](
-            score, position, log_gamma, piece.segments, priority, ordered, piece.entries,
-            WIDTH=width, STEP=min(STEP, width) // 2, num_warps=8, enable_fp_fusion=False,
+        width, lanes, step = piece.width, min(LANES, piece.width), min(STEP, piece.width)
+        launch(
+            _sort_entries, (cdiv(piece.most_entries, width), len(piece), heads),
+            (score, position, log_gamma, piece.segments, priority, ordered, piece.entries), (width, step // 2),
+            num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
-        _leave[triton.cdiv(piece.most_entries, lanes), len(piece), heads](
-            priority, ordered, position, gone, *arrays, WIDTH=width, LANES=lanes, STEP=min(STEP, width), num_warps=4
-        )
+        grid = cdiv(piece.most_entries, lanes), len(piece), heads
+        launch(_leave, grid, (priority, ordered, position, gone, *arrays), (width, lanes, step), num_warps=4)
         return gone
-    _simulate[len(piece), heads](
-        score, position, log_gamma, keys, torch.empty_like(gone), gone.fill_(LAST.value), *arrays,
-        P=Order(decay_step=decay_step, ages=ages, draws=keys is not None),
-        BLOCK=min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots))), num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+    order = Order(decay_step=decay_step, ages=ages, draws=keys is not None)
+    block = min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots)))
+    arguments = score, position, log_gamma, keys, torch.empty_like(gone), gone.fill_(LAST.value), *arrays
+    launch(_simulate, (len(piece), heads), arguments, (order, block), num_warps=8, enable_fp_fusion=False)
     return gone
 
 

@@ -1,25 +1,27 @@
 """Prefill of chunks over a fixed-budget paged cache, piece after piece (DESIGN "One step"; docs/kernels.md).
 
-The host never waits for the device.
+The host never waits for the device. What the layers of a step have in common it works out in the first one.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_plan import LAST, ROWS, Piece, pieces_of
+from kvpop_vllm.kernels.triton._launch import Launches
+from kvpop_vllm.kernels.triton._prefill_attend import attend, blocks_of
+from kvpop_vllm.kernels.triton._prefill_plan import ROWS, Piece, pieces_of
+from kvpop_vllm.kernels.triton._prefill_scores import _mlstm_inputs, _mlstm_scores
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
-from kvpop_vllm.kernels.triton._serving_pages import Step, View, state_places, view
+from kvpop_vllm.kernels.triton._serving_pages import KernelConfig, Step, View, Weights, view
 from kvpop_vllm.kernels.triton._tiles import DECODE, LARGE, tile_of
-from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, kernel_config, prefix_of, weights_of
-from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
+from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, floats, kernel_config, prefix_of, weights_of
+from kvpop_vllm.kernels.triton.delayed_mlstm import OPTIONS, Tiles, _readout, _states
 from kvpop_vllm.kernels.triton.online_topk import eviction_times
+from torch.utils.weak import WeakIdKeyDictionary
+from triton.runtime import driver
 
 from kvpop_vllm.cache.chunks import Chunks, send
-from kvpop_vllm.cache.pages import Prefix
-from kvpop_vllm.kernels.ops.rules import STATE_M_START
+from kvpop_vllm.cache.pages import Prefix, cdiv
 
 
 @torch.no_grad()
@@ -38,20 +40,112 @@ def prefill_chunk(
     """
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
-    weights, options = weights_of(rule.scorer, "prefill_chunk")
-    check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
-    run = _Prefill(q, k, v, pages, page_table, chunks, rule, scale, gate_scores, prefix, keys, sink_logits, out)
-    for piece in run.pieces():
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    weights, options, form_of_rule = _known(rule)
+    tensors = q, k, v, out, page_table, pages.raw, gate_scores, keys, sink_logits
+    prefixes = () if prefix is None else (prefix.table, prefix.tokens, prefix.biased, prefix.pages.raw)
+    form = *map(_form, (*tensors, *prefixes)), form_of_rule, pages.layout, q.shape[1:], page_table.shape[1:]
+
+    def make_plan():
+        check_step(q, k, v, pages, rule, weights, prefix, len(chunks), min(chunks.windows), "prefill_chunk")
+        if (alike := _ALIKE.get(form)) is None:
+            if len(_ALIKE) == MOST_FORMS:
+                _ALIKE.clear()
+            configs = (kernel_config(pages, page_table, q, rule, constants) for constants in ({}, options))
+            alike = _ALIKE[form] = _Alike(*configs, q.device)
+        return _Plan(chunks, rule, prefix, pages, page_table, alike)
+
+    plan = chunks.once((*form, q.shape[0], k.shape, v.shape, *map(id, prefixes[1:3])), make_plan)
+    if q.is_cuda:
+        plan.alike.launch.stream = driver.active.get_current_stream(q.get_device())
+    of_call = scale, gate_scores, prefix, keys, sink_logits, out
+    run = _Prefill(q, k, v, pages, page_table, rule, weights, *of_call, plan)
+    for piece in plan.pieces:
         run.process(piece)
     if rule.sequential:
-        run.in_steps(kernel_config(pages, page_table, q, rule, options), weights)
+        run.in_steps()
     return run.out, run.lse
 
 
-def _where(mask: torch.Tensor, state: tuple, other: tuple) -> tuple:
-    """Return the states of the heads of ``mask [n]``, and ``other`` for all others."""
-    pairs = zip(state, other, strict=True)
-    return tuple(torch.where(mask.view(1, -1, *[1] * (x.dim() - 2)), x, y) for x, y in pairs)
+def _form(tensor: torch.Tensor | None) -> tuple | None:
+    """Return all that a launch depends on of a tensor, but its address and sizes."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tensor.get_device(), tensor.stride(), tensor.data_ptr() % 16
+
+
+_KNOWN, _ALIKE = WeakIdKeyDictionary(), {}
+"""What is known of rules, and of layers of a form."""
+MOST_FORMS = 256
+
+
+def _known(rule) -> tuple[Weights, dict, tuple]:
+    """Return a rule's weights and options of kernels, and all that launches and their checks depend on."""
+    if (record := _KNOWN.get(rule)) is None:
+        weights, options = weights_of(rule.scorer, "prefill_chunk")
+        stores = rule.compression or rule.rounds
+        numbers = rule.sinks, rule.decay_step, rule.moment_correction, stores and stores.queries, *options.values()
+        record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
+    return record
+
+
+class _Alike:
+    """What layers have in common whose arguments differ in addresses alone.
+
+    Attributes:
+        config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
+        launch: launches a kernel, see :mod:`_launch`.
+        tiles, width: tiles of an mLSTM's states, and columns of a product with its features.
+    """
+
+    def __init__(self, config: KernelConfig, of_scorer: KernelConfig, device: torch.device):
+        self.config, self.of_scorer, self.launch = config, of_scorer, Launches()
+        if of_scorer.scorer == "mlstm":
+            self.tiles = Tiles(of_scorer.features, of_scorer.values, ROWS, device)
+            self.width = max(16, of_scorer.padded_columns)
+
+
+class _Plan:
+    """What the layers of a step have in common.
+
+    Attributes:
+        alike: what layers of the same form have in common in all steps.
+        prefix: prefixes of the requests, by which the plan is found.
+        blocks: blocks of attention.
+        numbers: see :meth:`_numbers`.
+        right: ``[R, H]`` int32, 0 for a wrong start; all layers have seen the same tokens.
+        pieces: pieces of all tokens, or if the rule is sequential, of those of prefixes.
+        evicted: pieces whose evictions are known, if they are the same in all layers.
+    """
+
+    def __init__(self, chunks: Chunks, rule, prefix: Prefix | None, pages, table, alike: _Alike):
+        self.alike, self.prefix, self.blocks, self.evicted = alike, prefix, blocks_of(alike.config), set()
+        protected = biased = [0] * len(chunks)
+        if prefix is not None:
+            protected = prefix.tokens.tolist()
+        if prefix is not None and prefix.biased is not None:
+            biased = prefix.biased.tolist()
+        self.numbers = self._numbers(chunks, protected, biased, table.device)
+        start, end, *_ = self.numbers.unsqueeze(1).unbind(2)
+        heads = torch.arange(table.shape[1], device=table.device)
+        tokens_seen = pages.position[table[:, :, pages.layout.state_blocks].long(), heads, 0]
+        self.right = ((tokens_seen == start) | (start <= end)).int()  # a tail may begin on any pages
+        self.pieces = pieces_of(chunks, rule, protected, biased, table.device)
+
+    @staticmethod
+    def _numbers(chunks: Chunks, protected: list[int], biased: list[int], device: torch.device) -> torch.Tensor:
+        """Return numbers of each request, ``[R, 7 + H]`` int32.
+
+        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk
+        after the prefix, its index in the batch, the number of these tokens; and the budgets.
+        """
+        lines, first = [], 0
+        of_chunks = chunks.starts, chunks.lengths, chunks.windows, chunks.budgets.tolist()
+        for start, length, window, budgets, p, leading in zip(*of_chunks, protected, biased, strict=True):
+            inside = min(max(p - start, 0), length)
+            lines.append([start, p, leading, window, start + inside, first + inside, length - inside, *budgets])
+            first += length
+        return send(lines, device, torch.int32)
 
 
 class _Prefill:
@@ -64,135 +158,120 @@ class _Prefill:
         v,
         pages,
         table,
-        chunks: Chunks,
         rule,
+        weights,
         scale,
         gate_scores,
         prefix: Prefix | None,
         keys,
         sink_logits,
         out,
+        plan: _Plan,
     ):
-        self.sink_logits = sink_logits
-        self.q, self.tokens, self.gate_scores, self.keys = q, (view(k), view(v)), gate_scores, keys
-        self.pages, self.table, self.chunks = pages, table, chunks
-        self.protected = self.biased = [0] * len(chunks)
-        if prefix is not None:
-            self.protected = prefix.tokens.tolist()
-        if prefix is not None and prefix.biased is not None:
-            self.biased = prefix.biased.tolist()
-        self.rule, self.scale, self.device = rule, scale, table.device
-        self.config = kernel_config(pages, table, q, rule, {})
+        self.plan, self.right, self.alike = plan, plan.right, plan.alike
+        self.config, self.launch = plan.alike.config, plan.alike.launch
+        self.sink_logits, self.weights = sink_logits, weights
+        self.q, self.tokens, self.gate_scores, self.keys = view(q), (view(k), view(v)), gate_scores, keys
+        self.rule, self.scale, self.device = rule, scale, q.device
         self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
-        self.out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-        self.lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        self.heads = self._once("heads", lambda: torch.arange(table.shape[1], device=table.device))
-        self.numbers = self._once("numbers", self._numbers)
-        self.right = self._once("right", self._starts_right)  # all layers have seen the same tokens
-
-    def _once(self, name: str, make):
-        """Return what all layers of a step have in common."""
-        return self.chunks.once((name, self.rule.sinks, *self.protected, *self.biased, self.device), make)
-
-    def _starts_right(self) -> torch.Tensor:
-        """Return ``[R, H]`` int32, 0 for a wrong start; a tail may begin on any pages."""
-        start, protected, *_ = self.numbers.unsqueeze(1).unbind(2)
-        tokens_seen = self.pages.position[self.table[:, :, self.pages.layout.state_blocks].long(), self.heads, 0]
-        return ((tokens_seen == start) | (start <= protected)).int()
-
-    def pieces(self) -> list[Piece]:
-        """Return the pieces of all tokens, or if the rule is sequential, of those of prefixes."""
-        arguments = self.chunks, self.rule, self.protected, self.biased, self.device
-        return self._once(("pieces", self.rule.sequential), lambda: pieces_of(*arguments))
+        self.out, self.lse, self.num_heads = out, floats(self.device, *q.shape[:2]), k.shape[1]
 
     def process(self, piece: Piece) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
-        gone = torch.full((len(self.heads), piece.keys), LAST.value, dtype=torch.int32, device=self.device)
-        pages = self.tokens, self.cache, self.before
-        results = self.scale, self.out, self.lse, self.sink_logits
-        of_attention = piece, self.config, self.q, *pages, gone, self.right, *results
-        if not piece.rows:  # all tokens are protected
-            return attend(*of_attention)
-        weights, (k, v), (index, none), inserted = self.rule.scorer, self.tokens, piece.tail_rows, None
-        if weights.takes_gate_scores:
-            inserted = self.gate_scores[index].T.contiguous()
-        if weights.recurrent:
-            ends, segment_of, requests, begins = piece.states
-            place, begun, right = self.chunks.once(("states", piece), lambda: self._states(requests, begins))
-            before = None
-            if piece.goes_on:
-                before = _where(begun, self.pages.load_states(*place, weights), (0.0, 0.0, STATE_M_START))
-            new = torch.cat([k.base, v.base], -1).transpose(0, 1)[:, index]
-            if not weights.delayed:
-                inserted, state = mlstm_of_segments(weights, new, none, ends, before, new, segment_of)
-        left = k.base.new_empty(len(self.heads), piece.rows, 2 * k.base.shape[2])
+        if piece.rows:
+            left, inserted, score = self._scores(piece)
+            if piece not in self.plan.evicted:
+                self._evict(piece, score)
+            if self.rule.same_in_all_layers:
+                self.plan.evicted.add(piece)
+        pages, results = (self.cache, self.before), (self.scale, self.out, self.lse, self.sink_logits)
+        of_step = self.q, self.tokens, *pages, piece.gone, self.right, *results
+        attend(piece, self.config, self.plan.blocks, *of_step, launch=self.launch)
+        if piece.rows:
+            arguments = self.tokens, inserted, left, score, piece.slot_of, self.cache, piece.segments, piece.blocks()
+            self._of_rows(_store, piece, (*arguments, self.right, piece.rows), (self.config, ROWS), num_warps=4)
+
+    def _of_rows(self, kernel, piece: Piece, arguments: tuple, constants: tuple, **options) -> None:
+        """Launch a kernel of :data:`ROWS` tail rows and one head."""
+        self.launch(kernel, (piece.rows // ROWS, self.num_heads), arguments, constants, **options)
+
+    def _scores(self, piece: Piece) -> tuple:
+        """Return the tokens ``[H, P, 2 D]`` that leave the window, and scores ``[H, P]`` at insertion and of leaving tokens."""
+        scorer, inserted = self.rule.scorer, None
+        if scorer.takes_gate_scores:
+            inserted = self.gate_scores[piece.tail_rows].T.contiguous()
+        if scorer.recurrent and not scorer.delayed:
+            inserted = self._read(piece, None)
+        left = torch.empty(
+            self.num_heads, piece.rows, 2 * self.config.size, dtype=self.cache.k.dtype, device=self.device
+        )
+        if scorer.recurrent and scorer.delayed:
+            return left, inserted, self._read(piece, left)
         score = None if inserted is None else torch.empty_like(inserted)
-        of_blocks = {"P": self.config, "ROWS": ROWS, "num_warps": 4}
-        _gather[len(piece.blocks()), len(self.heads)](
-            self.tokens, inserted, self.cache, piece.segments, piece.blocks(), left, score, piece.rows, **of_blocks
-        )
-        if weights.recurrent and weights.delayed:
-            score, state = mlstm_of_segments(weights, new, none, ends, before, left, segment_of)
-        elif inserted is None and not weights.draws and weights.kernel != "none":
-            score = weights.scores(*left.chunk(2, -1))
-        slot_of = self._evict(piece, score, gone)
-        attend(*of_attention)
-        _store[len(piece.blocks()), len(self.heads)](
-            self.tokens, inserted, left, score, slot_of, self.cache, piece.segments, piece.blocks(), self.right,
-            piece.rows, **of_blocks,
+        arguments = self.tokens, inserted, self.cache, piece.segments, piece.blocks(), left, score, piece.rows
+        self._of_rows(_gather, piece, arguments, (self.config, ROWS), num_warps=4)
+        if inserted is None and not scorer.draws and scorer.kernel != "none":
+            score = scorer.scores(*left.chunk(2, -1))
+        return left, inserted, score
+
+    def _read(self, piece: Piece, left: torch.Tensor | None) -> torch.Tensor:
+        """Update the states of an mLSTM, and return scores ``[H, P]`` of tokens gathered in ``left``, or of the new ones."""
+        config, heads, rows, blocks = self.alike.of_scorer, self.num_heads, piece.rows, piece.blocks()
+        tiles, counts, (f, v) = self.alike.tiles, (rows // ROWS, len(piece)), (config.features, config.values)
+        states = sum(counts)
+        sizes = rows * f, rows * f, rows * v, rows * v, rows, rows, rows, states * f * v, states * f, states
+        sizes = [4 * cdiv(heads * size, 4) for size in sizes]  # each begins at a multiple of 16 bytes
+        parts = floats(self.device, sum(sizes)).split(sizes)  # one allocation takes the host less time than ten
+        read, write, values, readouts, igate, decay, score, *of_blocks = parts
+        of_rows = self.tokens, left, self.weights, self.cache, piece.segments, blocks
+        self._of_rows(
+            _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, states),
+            (config, ROWS, self.alike.width), **OPTIONS,
         )  # fmt: skip
-        if weights.recurrent:  # of a wrong start the state stays
-            self.pages.store_states(*place, state if before is None else _where(right, state, before))
+        self.launch(
+            _states, (tiles.f_blocks, tiles.v_blocks, heads * len(piece)),
+            (write, values, igate, decay, None, None, None, *of_blocks, piece.ends, self.cache, piece.segments,
+             self.right, rows, *counts),
+            (config, *tiles.constants()), **OPTIONS,
+        )  # fmt: skip
+        self.launch(
+            _readout, (tiles.v_blocks, rows // ROWS, heads),
+            (read, write, values, igate, decay, *of_blocks, readouts, None, None, piece.segment_of, 0, rows, *counts),
+            tiles.constants("F"), **OPTIONS,
+        )  # fmt: skip
+        of_rows = self.tokens, left, self.weights, piece.segments, blocks, readouts, score, rows
+        self._of_rows(_mlstm_scores, piece, of_rows, (config, ROWS), num_warps=4)
+        return score.view(heads, rows)
 
-    def _states(self, requests: torch.Tensor, begins: torch.Tensor) -> tuple:
-        """Return the pages of states, and masks ``[H * n]``: heads with a state before the piece, and right starts."""
-        places = state_places(self.pages, self.table, self.heads, requests)
-        return places, ~begins.repeat(len(self.heads)), self.right[requests].T.flatten() > 0
-
-    def _evict(self, piece: Piece, score, gone) -> torch.Tensor:
-        """Write the eviction times of keys, and return the slots of tokens that leave the window, -1 if evicted."""
-        slot_of = torch.full((len(self.heads), piece.rows), -1, dtype=torch.int32, device=self.device)
+    def _evict(self, piece: Piece, score: torch.Tensor | None) -> None:
+        """Find when keys of a piece are evicted, and the slots of tokens that leave the window."""
         if not piece.entries:
-            return slot_of
-        heads, rule, arrays = len(self.heads), self.rule, (piece.segments, piece.topk)
-        scores = torch.empty(heads, piece.entries, dtype=torch.float32, device=self.device)
-        positions, free = (torch.empty_like(scores, dtype=torch.int32) for _ in range(2))
-        _enter[triton.cdiv(piece.most_entries, piece.width), len(piece), heads](
-            score, self.cache, *arrays, scores, positions, piece.rows, piece.entries, P=self.config, WIDTH=piece.width
-        )
+            return
+        rule, arrays, (scores, positions, free) = self.rule, (piece.segments, piece.topk), piece.candidates
+        self.launch(
+            _enter, (cdiv(piece.most_entries, piece.width), len(piece), self.num_heads),
+            (score, self.cache, *arrays, scores, positions, piece.rows, piece.entries), (self.config, piece.width),
+        )  # fmt: skip
         order = {"log_gamma": rule.log_gamma, "decay_step": rule.decay_step, "ages": rule.ages, "keys": self.keys}
-        leaves = eviction_times(piece, scores, positions, **order)
+        leaves = eviction_times(piece, scores, positions, **order, launch=self.launch)
         sizes = piece.rows, piece.keys, piece.entries
-        _settle[len(piece), heads](leaves, *arrays, free, gone, slot_of, *sizes, WIDTH=piece.width, num_warps=4)
-        return slot_of
+        arguments = leaves, *arrays, free, piece.gone, piece.slot_of, *sizes
+        self.launch(_settle, (len(piece), self.num_heads), arguments, (piece.width,), num_warps=4)
 
-    def in_steps(self, config, weights) -> None:
+    def in_steps(self) -> None:
         """Run decode steps for the tokens after the prefixes, one after another in each request."""
-        columns = (View(column, self.numbers.shape[1]) for column in self.numbers.T[1:7])
+        config, numbers = self.alike.of_scorer, self.plan.numbers
+        columns = (View(column, numbers.shape[1]) for column in numbers.T[1:7])
         protected, biased, windows, positions, tokens, counts = columns
         protected = View() if self.before.table is None else protected
         biased = View() if self.before.score is None else biased
-        of_tokens = view(self.q), *self.tokens, view(self.gate_scores)
-        of_requests = positions, view(self.numbers[:, 7:]), windows, view(self.keys), protected, biased
+        of_tokens = self.q, *self.tokens, view(self.gate_scores)
+        of_requests = positions, view(numbers[:, 7:]), windows, view(self.keys), protected, biased
         work = torch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
-        of_layer = self.cache, self.before, weights, self.rule.log_gamma, self.scale
+        of_layer = self.cache, self.before, self.weights, self.rule.log_gamma, self.scale
         step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work, sink_logits=self.sink_logits)
         stages = tile_of(DECODE, config.wide, config.size).stages
         if config.residual and config.size > LARGE:  # no block of 64 KiB of products is loaded ahead
             stages = 2
         options = {"P": config, "num_warps": 8, "num_stages": stages}
         _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
-
-    def _numbers(self) -> torch.Tensor:
-        """Return numbers of each request, ``[R, 7 + H]`` int32.
-
-        They are its start, p, the number of tokens that have a bias, w; the position of the first token of the chunk
-        after the prefix, its index in the batch, the number of these tokens; and the budgets.
-        """
-        lines, first = [], 0
-        of_chunks = self.chunks.starts, self.chunks.lengths, self.chunks.windows, self.chunks.budgets.tolist()
-        for start, length, window, budgets, p, biased in zip(*of_chunks, self.protected, self.biased, strict=True):
-            inside = min(max(p - start, 0), length)
-            lines.append([start, p, biased, window, start + inside, first + inside, length - inside, *budgets])
-            first += length
-        return send(lines, self.device, torch.int32)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION, common_dtype
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
-from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists, listed
+from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, blocks_of, key_lists, listed
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, block_of, segment
 from kvpop_vllm.kernels.triton._serving_pages import Cache, Heads, element_at, view
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
@@ -146,8 +146,9 @@ def _attend(q, k, v, gone, scale):
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
-    piece = _piece(batch, heads, length, q.device)
-    attend(piece, _config(q, k), q, (view(k), view(v)), Cache(), Cache(), gone, right, scale, out, lse)
+    piece, config = _piece(batch, heads, length, q.device), _config(q, k)
+    pages = Cache(), Cache()
+    attend(piece, config, blocks_of(config), view(q), (view(k), view(v)), *pages, gone, right, scale, out, lse)
     return tuple(x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
 
 

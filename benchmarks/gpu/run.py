@@ -67,6 +67,10 @@ ENGINE = dict(
 """Arguments of both 8B engines; the model's shape is real, its weights are dummies."""
 CASES = "1x16384 8x16384 16x16384 64x16384 64x4096"
 """Requests and context of decode steps, in order: requests of the same context join those that decode."""
+PROMPTS = "1x40 1x3000 1x8000 2x8000 8x500"
+"""Prompts of a step whose host time is measured: requests and tokens of each."""
+HOST_TIMES = "host-times"
+"""Part that only a rehearsal has a use for."""
 QUARTER = 272
 """A quarter of a worked solution: 4 sinks, a window of 24 and 244 long-range slots."""
 SMALL = dict(
@@ -340,12 +344,28 @@ def engine(run: Run, name: str, arguments: dict, options: list) -> list:
     return [*command, "--first", 4096, 16384, "--arriving", 8192, "--out", run.out / "engines.csv"]
 
 
-def write_model(run: Run) -> Path:
-    """Return the folder of the 8B model's config and its random scorer."""
-    model = WORK / f"model-{run.machine['sources']}"
+def host_times(run: Run) -> Iterator[list]:
+    """Yield the command in which engines of a small model with the 8B model's heads take turns with stock vLLM."""
+    model = write_model(run, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28)
+    server, engines = {"budget": BUDGETS[1]}, {"stock": {}}
+    policies = {"streaming-llm": {}, "kvpop": {"scorer": str(model / "scorer")}}
+    for name, scorer in policies.items():
+        for suffix, protected in {"": {}, ", protected": PROTECTED}.items():
+            engines[name + suffix] = {
+                "additional_config": {"kv_policy": {"policy": name, **scorer, **server, **protected}}
+            }
+    shared = ENGINE | {"model": str(model), "kv_cache_memory_bytes": 1 << 32, "gpu_memory_utilization": 0.1}
+    engines = {name: shared | arguments for name, arguments in engines.items()}
+    options = ["--prompts", *PROMPTS.split(), "--decoding", 1, 8]
+    yield ["gpu.host_times", json.dumps(engines), *options, "--out", run.out / "host_times.csv"]
+
+
+def write_model(run: Run, **changes) -> Path:
+    """Return the folder of the 8B model's config, with ``changes``, and its random scorer."""
+    model = WORK / f"model-{run.machine['sources']}{'-small' * bool(changes)}"
     if not (model / "scorer").exists():
         model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(QWEN3_8B))
+        (model / "config.json").write_text(json.dumps(QWEN3_8B | changes))
         sizes = f"sinks={SINKS}, window={WINDOW}, topk={BUDGETS[0] - SINKS - WINDOW}"
         script = "import sys; from kvpop_vllm.testing import write_random_scorer as write; "
         script += f"write(sys.argv[1] + '/scorer', sys.argv[1], {sizes})"
@@ -394,6 +414,7 @@ PARTS = (
     Part("kvpop-engine", 195, kvpop_engine),
     Part("stock-engine", 110, stock_engine),
     Part("answers", 60, answers, report=report_answers),
+    Part(HOST_TIMES, 240, host_times, by_name_only=True),
     *(
         Part(name, seconds, partial(section, name), needs_vllm=False, by_name_only=True)
         for name, seconds in SECTIONS.items()

@@ -75,8 +75,7 @@ class FixedBudgetAttention:
         if batch.starts is not None and writes_first:  # a single kernel checks its requests itself
             _check_starts(pages, batch)
         if writes is not None:
-            tokens, *places = writes
-            blocks.write(k[tokens], v[tokens], *places)
+            ops.write_tokens(k, v, blocks, *writes, impl=self.impl if self.impl == "triton" else "auto")
         if not batch.late:
             self._begin_tails(pages, blocks, batch)
         if batch.decodes:

@@ -197,6 +197,12 @@ class Pages:
         self.state = words
         assert self.k.shape == self.v.shape == shape
 
+    @functools.cached_property
+    def arrays(self) -> tuple:
+        """Arrays k, v, score, position and state, and strides between blocks and between heads of k and of score."""
+        strides = *self.k.stride()[:2], *self.score.stride()[:2]
+        return self.k, self.v, self.score, self.position, self.state, *strides
+
     @property
     def num_blocks(self) -> int:
         """Number of blocks in the cache."""
@@ -309,7 +315,7 @@ class Prefix:
 
     def on(self, pages: Pages) -> Prefix:
         """Return the prefixes in the pages of a layer."""
-        return replace(self, pages=pages)
+        return Prefix(pages, self.table, self.tokens, self.biased)  # in every layer, so not by replace()
 
     def of(self, requests: slice) -> Prefix:
         """Return the prefixes of these requests."""

@@ -76,11 +76,12 @@ TRITON_DTYPES = {
     "online_topk": (torch.float32,),
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "sparse_attention": (torch.float32, torch.float16, torch.bfloat16),
+    "write_tokens": _SERVED["triton"],
 }
 """Dtypes that the Triton implementation of each op accepts for its first tensor."""
 
 ATTENDING = "future_attention_mass", "sparse_attention"
-TRITON_LARGEST_HEAD = dict.fromkeys((*SERVING, *ATTENDING), KERNELS["triton"].largest)
+TRITON_LARGEST_HEAD = dict.fromkeys((*SERVING, *ATTENDING, "write_tokens"), KERNELS["triton"].largest)
 """Largest head size D that the Triton implementation of each op accepts."""
 TRITON_LARGEST_FLOAT32_HEAD = TRITON_LARGEST_HEAD | dict.fromkeys(ATTENDING, 256)
 """The same in float32, of which larger heads in training do not fit the shared memory of an A100."""
@@ -137,6 +138,8 @@ def _run_on(device: torch.device, run: Callable, *args, **kwargs):
 
     Autograd does so for backward passes.
     """
+    if torch.cuda.current_device() == device.index:
+        return run(*args, **kwargs)
     with torch.cuda.device(device):
         return run(*args, **kwargs)
 

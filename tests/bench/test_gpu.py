@@ -20,7 +20,7 @@ from unittest import SkipTest
 import pytest
 import record
 import torch
-from gpu import sections
+from gpu import rehearse, sections
 from gpu.sections import Bench, Case
 
 from kvpop_vllm.kernels import dispatch
@@ -230,6 +230,24 @@ def test_a_replay_keeps_the_tensors_of_its_graph(monkeypatch):
     del replay
     gc.collect()
     assert alive() is None
+
+
+def test_launches_beyond_those_of_stock_vllm_are_a_fault(monkeypatch):
+    """They are counted for each engine and prompt, against stock's of the same process; decode steps have no limit."""
+
+    def process(**launches):
+        kinds = {"prefill": (2, 80), "decode": (2, 2)}
+        steps = [
+            dict(engine=name, budget="", kind=kind, requests=n, tokens=tokens, counts=[{"launches": count}] * 5)
+            for name, count in launches.items()
+            for kind, (n, tokens) in kinds.items()
+        ]
+        return {"steps": steps}
+
+    monkeypatch.setattr(rehearse, "MOST_LAUNCHES", {"kvpop": 10})
+    assert rehearse.launch_faults([process(stock=100, kvpop=110), process(kvpop=900)]) == []
+    (fault,) = rehearse.launch_faults([process(stock=100, kvpop=111)])
+    assert fault == "kvpop: a step of 2 prompts, 80 tokens, launches 11 more than stock"
 
 
 def test_what_cannot_be_run_is_refused(monkeypatch, tmp_path):

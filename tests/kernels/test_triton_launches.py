@@ -20,12 +20,12 @@ TOKENS = {
 }
 BUDGET = 300, 4096
 MOST = {
-    ("none", 300): 8,
-    ("none", 4096): 8,
+    ("none", 300): 4,
+    ("none", 4096): 4,
     ("gate_scores", 300): 8,
     ("gate_scores-ages", 300): 7,
     ("mlp", 300): 8,
-    ("mlstm", 300): 10,
+    ("mlstm", 300): 11,
 }
 """Most launches of a case with a budget, whatever the prompts are."""
 

@@ -66,7 +66,15 @@ PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "large", "verify_step", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-OWN = "online_topk", "_prefill_attend", "_prefill_slots", "_prefill_steps"
+OWN = (
+    "online_topk",
+    "_prefill_attend",
+    "_prefill_scores",
+    "_prefill_slots",
+    "_prefill_steps",
+    "delayed_mlstm",
+    "write_tokens",
+)
 """Modules of kernels that only a prefill has."""
 arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
@@ -261,8 +269,11 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
         The case, its requests and protected tokens, whether these have a bias, the kernels and ops of each layer, and
         the names of the reads of tensors.
     """
+    from kvpop_vllm.kernels.triton import delayed_mlstm as module
     from kvpop_vllm.kernels.triton.prefill_chunk import prefill_chunk
+    from kvpop_vllm.kernels.triton.write_tokens import write_tokens
 
+    module._capability = lambda device: divmod(arch, 10)
     count, prefix, start = CHUNKS[case], None, 8 + protected
     shape = dict(group=4, size=size, slots=64, window=2, topk=20, dtype=dtype, q_dtype=dtype)
     p = Problem(case, requests, **shape).prepare()
@@ -276,6 +287,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     chunks = Chunks([start] * requests, [count] * requests, p.budgets, [2] * requests)
     options, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
     options["sink_logits"] = sinks_of(q)
+    write_tokens(k, v, pages, *torch.zeros(3, len(k), dtype=torch.int64))
     with noted_reads(p.budgets, tokens) as read_names:
         for _ in range(2):
             launches.clear()

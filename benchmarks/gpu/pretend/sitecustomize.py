@@ -5,7 +5,7 @@ Kernels of the pretended device do nothing, so values mean nothing:
 - Modules that compare values lose their assertions, and comparisons with an error bound are left out.
 - A step of vLLM says that it has sampled no token; here it has sampled one per request.
 
-Every process of a part writes at its end what it has launched and captured; an engine of :mod:`gpu.engine_times` writes
+Every process of a part writes at its end what it has launched and captured; an engine of :mod:`gpu.engine_times` or :mod:`gpu.host_times` writes
 the host time and the counts of its steps, too. ``PRETEND_RECORDS`` names the folder.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 COUNTS = "launches", "graphs", "graph_kernels", "captures", "empty_captures", "copies", "waits"
 """Counts of the pretended driver, in the order of ``pretend_count`` in ``driver.h``."""
 STEPS = defaultdict(list)
-"""Seconds of CPU time and counts of each step of an engine, by budget, kind, requests and tokens."""
+"""Seconds of CPU time and counts of each step, by engine, budget, kind, requests and tokens."""
 CHECKED_BY_VALUE = "gpu.exact", "gpu.full_size"
 
 
@@ -75,6 +75,12 @@ def sample_a_token(async_utils) -> None:
     async_utils.AsyncOutput.get_output = get
 
 
+def engine_name(config) -> str:
+    """Return the policy of an engine, or "stock"."""
+    policy = config.additional_config.get("kv_policy")
+    return policy["policy"] + ", protected" * bool(policy.get("protect_prompt")) if policy else "stock"
+
+
 def record_steps(llm_engine) -> None:
     """Record CPU time and counts of every engine step."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -100,7 +106,7 @@ def record_steps(llm_engine) -> None:
             kind = "decode" if max(tokens) == 1 else "prefill"
             budget = budgets[0] if len(budgets) == 1 else "mixed"
             differences = (new - old for new, old in zip(after, before, strict=True))
-            STEPS[budget, kind, len(tokens), sum(tokens)].append(
+            STEPS[engine_name(self.vllm_config), budget, kind, len(tokens), sum(tokens)].append(
                 {"seconds": seconds} | dict(zip(COUNTS, differences, strict=True))
             )
         return outputs
@@ -111,7 +117,7 @@ def record_steps(llm_engine) -> None:
 def write_records(module: str, arguments: list[str]) -> None:
     """Write what the process has launched and captured, and its engine's steps."""
     steps = [
-        dict(zip(("budget", "kind", "requests", "tokens"), key, strict=True), counts=rows)
+        dict(zip(("engine", "budget", "kind", "requests", "tokens"), key, strict=True), counts=rows)
         for key, rows in STEPS.items()
     ]
     record = {"module": module, "name": arguments[0] if arguments else "", "steps": steps}
@@ -123,6 +129,6 @@ CHANGES = {"gpu.sections": leave_out_error_bounds, "vllm.v1.worker.gpu.async_uti
 ARGUMENTS = sys.orig_argv[sys.orig_argv.index("-m") + 1 :] if "-m" in sys.orig_argv else []
 if ARGUMENTS and ARGUMENTS[0].startswith("gpu.") and ARGUMENTS[0] != "gpu.run":
     atexit.register(write_records, ARGUMENTS[0], ARGUMENTS[1:])
-    if ARGUMENTS[0] == "gpu.engine_times":
+    if ARGUMENTS[0] in ("gpu.engine_times", "gpu.host_times"):
         CHANGES["vllm.v1.engine.llm_engine"] = record_steps
 sys.meta_path.insert(0, Finder)

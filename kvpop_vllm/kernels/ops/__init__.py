@@ -39,7 +39,14 @@ from kvpop_vllm.kernels.ops.rules import (
     StepOrderError,
     TokenScorer,
 )
-from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk, verify_step
+from kvpop_vllm.kernels.ops.serving import (
+    begin_tail,
+    decode_step,
+    online_topk,
+    prefill_chunk,
+    verify_step,
+    write_tokens,
+)
 from kvpop_vllm.kernels.ops.training import (
     boundary_loss,
     delayed_mlstm,

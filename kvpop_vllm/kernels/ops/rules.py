@@ -456,6 +456,11 @@ class RetentionRule(Retention):
         return self.compression is not None
 
     @property
+    def same_in_all_layers(self) -> bool:
+        """True if layers whose heads have equal budgets retain the same tokens: the newest ones, by no score at all."""
+        return self.scorer.kernel == "none" and self.compression is None and self.rounds is None
+
+    @property
     def replays(self) -> bool:
         """True if a scorer's state must be built when a tail begins after a protected prefix."""
         return self.scorer.recurrent

@@ -97,10 +97,11 @@ def decode_step(
 
 def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
     """Return the implementation of an op that returns ``out``: Triton writes outputs there, those of others are copied."""
+    impl = chosen(op, impl, q)
     run = resolve(op, impl, q)
     if out is None:
         return run
-    if chosen(op, impl, q) == "triton":
+    if impl == "triton":
         return functools.partial(run, out=out)
 
     def copied(*args, **options):
@@ -294,6 +295,29 @@ def prefill_chunk(
     rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
     more["sink_logits"] = sink_logits
     return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
+
+
+def write_tokens(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: Pages,
+    tokens: torch.Tensor,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Write keys and values of n tokens of a batch to their slots, for all heads.
+
+    Args:
+        k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
+        pages: the layer's cache; written in place.
+        tokens: ``[n]`` int64 indices in the batch.
+        blocks: ``[n]`` int64 block of each.
+        slots: ``[n]`` int64 slot of each in its block.
+        impl: implementation.
+    """
+    resolve("write_tokens", impl, k)(k, v, pages, tokens, blocks, slots)
 
 
 def begin_tail(

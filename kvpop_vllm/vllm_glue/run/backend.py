@@ -441,10 +441,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         Returns:
             The pages, by region if heads have unequal shares; how heads share slots; the layer's own pages by block.
         """
-        bound = self._pages.get(kv_cache)
-        if bound is None:
-            bound = self._pages[kv_cache] = self._view(kv_cache)
-        return bound
+        if (pages := self._pages.get(kv_cache)) is None:
+            pages = self._pages[kv_cache] = self._view(kv_cache)
+        return pages
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""

@@ -177,6 +177,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             self.policy.compression,
         )
         self.sized = False  # whether any request has had a budget of its own
+        self.sent_slots: list[RequestSlots] | None = None  # slots that the device has the numbers of
         self.rounds = self.policy.order is Order.ROUNDS and self.policy.layer_rule(0, slice(0, 1)).rounds
         self.may_have_made_slots = kv_cache_spec.may_have_cartridges or (
             self.policy.compresses and self.policy.compression.makes_slots
@@ -272,7 +273,9 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
                 before._replace(left=later.made_slots) if start < before.prefix else later
                 for before, start, later in zip(slots, starts, after, strict=True)
             ]
-        server = SIZES(self.padding)
+        if slots == self.sent_slots:  # as in most decode steps
+            return {}
+        self.sent_slots, server = slots, SIZES(self.padding)
         send = self.sized = self.sized or (not self.unequal and any(SIZES(record) != server for record in slots))
         needed = {"prefix": self.rows.protects, "made_slots": self.may_have_made_slots, "seed": self.policy.draws}
         needed |= dict.fromkeys(("shift", "left"), self.policy.compresses)
