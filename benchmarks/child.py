@@ -4,8 +4,6 @@ Nothing of this repository is imported before the engine starts: peers have none
 served.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

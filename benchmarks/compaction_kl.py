@@ -13,8 +13,6 @@ of as many tokens of the window, the first four and the last, and with that of t
 tokens that are evenly spaced.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import islice

@@ -3,8 +3,6 @@
 A row is a policy at a budget, on text, on needles, and in time.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

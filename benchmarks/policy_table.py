@@ -21,8 +21,6 @@ is done. Another run of the same commit continues after these rows. Nothing is c
 policy gives the dense model's predictions where nothing has been evicted.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib

@@ -11,8 +11,6 @@ keeps fewer tokens keeps some that the other does not.
 keeps all generated tokens in addition to the compressed prompt. Here they share the budget.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

@@ -4,8 +4,6 @@ The picture shows B = 16 slots of a request: 2 sinks, 6 long-range slots and a w
 slots, and hold different tokens in the long-range ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 OUT = Path(__file__).with_suffix(".svg")

@@ -12,8 +12,6 @@ A press compresses a context of S tokens to ``(1 - compression_ratio) * S`` and 
 in addition. Our budget is that number of tokens, and the question and the answer share it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

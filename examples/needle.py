@@ -1,7 +1,5 @@
 """Long text with a fact to retrieve, and the options of the examples that ask for it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

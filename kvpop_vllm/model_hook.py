@@ -5,8 +5,6 @@ work unchanged. The attention is passed with the call, ``model(tokens, attend=..
 is taken by hooks on the model.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Mapping, Sequence

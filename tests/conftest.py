@@ -1,7 +1,5 @@
 """Hooks and fixtures for all tests."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

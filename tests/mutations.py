@@ -5,8 +5,6 @@ It survives if they pass. Mutated C++ is compiled quickly, for the instruction s
 text is compiled once per instruction set.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re

@@ -1,7 +1,5 @@
 """Parts of README.md and of other documents for tests: code blocks, code spans, commands, tables and sections."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path

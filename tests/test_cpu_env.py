@@ -1,7 +1,5 @@
 """``make setup`` installs vLLM for a CPU, also one that has no CPU build: Python files over another's compiled ones."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`kvpop plan` prints the numbers of the engine's accounting, which are the numbers that vLLM reports."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -4,8 +4,6 @@ Refusals of the cache under transformers are in tests/hf/test_refusals.py, those
 `kvpop eval` in tests/distill/test_command.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -3,8 +3,6 @@
 `python tests/words.py` prints :data:`COUNTS` as it should be now, `python tests/words.py WORD` where a word occurs.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

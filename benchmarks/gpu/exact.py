@@ -1,7 +1,5 @@
 """Serving kernels on a GPU next to the float64 loop and the reference of the tests."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 

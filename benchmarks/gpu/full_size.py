@@ -4,8 +4,6 @@ A small problem's kernels are those of a large one with other numbers of program
 programs for one request, and not for 64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -9,8 +9,6 @@ a graph, which is faster. A pass is one greedy token of every row, from embeddin
 bytes of weights and cache that it has to read, at the bandwidth of a large copy.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util

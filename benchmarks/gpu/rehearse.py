@@ -8,8 +8,6 @@ show.
 It prints the host's time of an engine step, and how many launches, copies and waits a step has.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

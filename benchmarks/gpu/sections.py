@@ -14,8 +14,6 @@ With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 wi
 Nothing is timed then, and no CUDA graph is made.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import importlib.machinery

@@ -5,8 +5,6 @@ are the keys and values in use. For scorer and eviction they are the state, read
 and positions among which a victim is searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import SkipTest, mock

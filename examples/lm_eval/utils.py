@@ -4,8 +4,6 @@ lm-eval imports this file by path (`!function utils.NAME` in the YAML files). An
 math-verify, of which lm-eval's extra ``math`` is made.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from statistics import mean

@@ -14,8 +14,6 @@ tokens and as many slots in all. How long all this takes is printed before each 
 been timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

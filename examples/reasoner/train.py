@@ -8,8 +8,6 @@ Run the same command again to continue an interrupted training. The folder then 
 Problems grow as they are solved, from a few steps to the size that is tested.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path

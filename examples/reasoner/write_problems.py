@@ -3,8 +3,6 @@
 python examples/reasoner/write_problems.py runs/problems.jsonl --kinds programs --count 4000
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

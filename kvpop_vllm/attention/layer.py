@@ -1,7 +1,5 @@
 """Attention of one layer over a fixed-budget paged cache, for any engine: runs a planned step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Canonical and allocated bytes of a request's cache and of a pool (docs/maintaining.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Empty pages for engines without a block allocator."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv

@@ -3,8 +3,6 @@
 A CUDA graph that is recorded with them serves every later step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

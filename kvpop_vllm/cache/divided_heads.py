@@ -1,7 +1,5 @@
 """Heads that divide a layer's slots at the end of a prompt, and their pages (DESIGN "Compression at a prompt's end")."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv

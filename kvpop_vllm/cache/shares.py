@@ -7,8 +7,6 @@ sequence grows, heads whose budgets are full claim no more pages. The claimed re
 ones, and less than one block is reserved beyond what is used.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

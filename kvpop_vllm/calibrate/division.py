@@ -1,7 +1,5 @@
 """Division of slots among layers and heads by marginal gain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

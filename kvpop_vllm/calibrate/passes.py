@@ -1,7 +1,5 @@
 """Divergence of rows under a policy, on the kernels of serving."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Settings of a calibration, what follows from them, and the work that it takes."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

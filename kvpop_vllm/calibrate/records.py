@@ -1,7 +1,5 @@
 """Measurements of a calibration, kept line by line, so that an interrupted call goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Rows of text that a calibration measures on, and as many that it has not seen."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator

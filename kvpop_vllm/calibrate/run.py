@@ -1,7 +1,5 @@
 """`kvpop calibrate`: runs the stages, writes the folder, and prints the report."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time

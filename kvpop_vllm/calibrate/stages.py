@@ -1,7 +1,5 @@
 """Stages of a calibration: losses of layers, a table of shares, windows of policies, a verdict by other rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Statistics of a model's queries (:mod:`kvpop_vllm.calibration.statistics`), measured on texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -4,8 +4,6 @@
 ``{"shares": [layers][H]}`` alone, as the config of a scorer with shares does; other keys are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

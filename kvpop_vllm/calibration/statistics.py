@@ -15,8 +15,6 @@ tensor                 shape        content
 Functions that read or check a file raise ConfigError.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 

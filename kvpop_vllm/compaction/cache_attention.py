@@ -1,7 +1,5 @@
 """Attention over a compact cache and a request's own tokens, for transformers models loaded by :mod:`kvpop_vllm.model_hook`."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.model_hook import Attend, Dense, hidden_states

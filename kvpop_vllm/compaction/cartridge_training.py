@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -122,10 +120,8 @@ def train_cartridge(
     arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
     run = Path(out) / "run"
-    # digests, since a continued run must begin with the contents of the same files
-    start_digest = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     settings = {"model": str(Path(model).resolve())} | arguments
-    settings |= {"corpus": corpus, "start": start_digest, "head": place.head}
+    settings |= {"corpus": corpus, "start": _digest(start, first), "head": place.head}
     # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)
 
@@ -133,11 +129,9 @@ def train_cartridge(
     loaded = None if engine else load(model, options.dtype)
     conversations = []
     if training.steps:
-        stop = stop_tokens(model, tokenizer)
         # a function, since a run whose conversations are complete starts no sampler
-        sampler = (
-            partial(engine, model, options.dtype, chunk + room, stop) if engine else partial(_sampler, loaded, stop)
-        )
+        engine_options = model, options.dtype, chunk + room, stop_tokens(model, tokenizer)
+        sampler = partial(_start_sampler, engine, loaded, *engine_options)
         path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
         conversations = _conversations(path, place, tokens, training.conversations, sampler, **how)
     loaded = load(model, options.dtype) if loaded is None else loaded
@@ -158,9 +152,16 @@ def train_cartridge(
     return config
 
 
-def _sampler(model: torch.nn.Module, stop: set[int]) -> AbstractContextManager[Sampler]:
-    """Return a context of a loaded model's sampler, as an engine returns one of its own."""
-    return nullcontext(TransformersSampler(model, stop))
+def _digest(start: Cartridge | None, first: list[int]) -> str:
+    """Return a digest of what training starts from, since a continued run must begin with the contents of the same files."""
+    return start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
+
+
+def _start_sampler(
+    engine: Engine | None, loaded: torch.nn.Module | None, model: str, dtype: str, most_tokens: int, stop: set[int]
+) -> AbstractContextManager[Sampler]:
+    """Return a context of an engine's sampler, or of the loaded model's. See :data:`Engine`."""
+    return engine(model, dtype, most_tokens, stop) if engine else nullcontext(TransformersSampler(loaded, stop))
 
 
 def _start(

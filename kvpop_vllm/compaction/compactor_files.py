@@ -5,8 +5,6 @@ A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, wit
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ unpickler and with limited memory. That process hands over a safetensors file, w
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Reference tokens after a corpus, whose queries a compact cache is fitted to, and the fit layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

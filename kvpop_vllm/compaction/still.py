@@ -12,8 +12,6 @@ prefill and one pass. Departures from it:
 - RMSNorm takes the size of a latent away. The size of what the first block reads is a factor on keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Trainable cache of a frozen model, and its loss on conversations (arXiv:2506.06266, context distillation)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@ document in the same place.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

@@ -5,8 +5,6 @@ or a number. The other choices are names or numbers of the same text. ``order`` 
 first, ``section`` in which quarter of the text a sentence stands. Their choices are letters.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

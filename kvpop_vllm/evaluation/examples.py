@@ -7,8 +7,6 @@ otherwise, because small models write numbers digit by digit. Common words appea
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string

@@ -1,7 +1,5 @@
 """Replay: a long text as a prompt, and a policy's divergence from dense predictions by position."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

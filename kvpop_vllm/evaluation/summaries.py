@@ -1,7 +1,5 @@
 """Tables of the records of an evaluation: a line for each length, budget, equality, policy and kind of question."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

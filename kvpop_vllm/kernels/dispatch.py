@@ -1,7 +1,5 @@
 """Selection of the implementation that runs an op."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os

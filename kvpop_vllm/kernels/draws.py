@@ -10,8 +10,6 @@ layer l and KV head h, is::
 The C++ and Triton kernels compute draws from keys by the same formula.
 """
 
-from __future__ import annotations
-
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)

@@ -1,7 +1,5 @@
 """Chunks that an implementation runs one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 Any allocator works with any policy, but for ``ada``, which needs the votes of a policy that compresses prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ Python.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence

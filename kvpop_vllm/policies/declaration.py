@@ -5,8 +5,6 @@ How settings resolve into a budget, windows and shares is in :mod:`kvpop_vllm.po
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from enum import Enum

@@ -1,7 +1,5 @@
 """TriAttention: retain the keys with the largest expected logits of future queries (Mao et al., 2026, arXiv 2604.04921)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -5,8 +5,6 @@ The last queries of the prompt vote for the tokens to retain (SnapKV, arXiv:2404
 device. On a GPU the host waits for none of them but those of a fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -9,8 +9,6 @@ matched relative to the full mass, which is 1 for every query of a model without
 towards the kept tokens' own values, so that a slot without queries keeps its value.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Tokens that a request's pages hold, per head."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Pages

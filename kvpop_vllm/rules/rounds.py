@@ -8,8 +8,6 @@ one per step. They are the tokens that the papers evict together.
 The module uses torch operations and processes requests one by one. On a GPU the host waits for none of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

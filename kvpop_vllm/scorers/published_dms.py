@@ -8,8 +8,6 @@ FastDMS (shisa-ai): a whole model with ``dms_metadata.json``, which reads the sa
 token decides about this token, where that of DMS decides about the token before it. Errors are ConfigErrors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ checkpoint only where there is one.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -10,8 +10,6 @@ another order of their terms could cause. The budget then depends on the computa
 on the processor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

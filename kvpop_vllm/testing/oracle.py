@@ -7,8 +7,6 @@ Shapes: ``S`` tokens, ``V`` vocabulary, ``H`` KV heads, ``G`` query heads per KV
 hidden size.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Attention under masks, and policies that rank tokens by the attention they received, part of the naive oracle."""
 
-from __future__ import annotations
-
 import math
 
 import torch

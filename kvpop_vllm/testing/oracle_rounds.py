@@ -4,8 +4,6 @@ The tokens that the papers evict together in a round are evicted here one by one
 VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

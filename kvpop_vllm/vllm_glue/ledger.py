@@ -6,8 +6,6 @@ which vLLM does wrongly, and copies of blocks, which it does slowly: engines wit
 one with a policy are mended too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 EVERY, FRONT_END, SCHEDULER, WORKER, FALLBACK = "every process", "front end", "scheduler", "worker", "fallback"

@@ -1,7 +1,5 @@
 """Entry point of the ``vllm.general_plugins`` group, called in every vLLM process, possibly twice."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Steps in persistent tensors equal steps built from new tensors, and padding writes nothing."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace

@@ -3,8 +3,6 @@
 No ratio is given without equal outputs, and rows name the machine and commit they were measured on.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

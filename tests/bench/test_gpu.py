@@ -1,7 +1,5 @@
 """`make gpu` on a machine without a GPU: interpreted, and its times at tiny shapes by the CPU's kernels."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """`make gpu`'s parts: time limits, what is done, and how answers are compared. The processes are real, the GPU is not."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """`benchmarks/policy_table.py` at tiny sizes: one row per policy and budget, reused for the same commit."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

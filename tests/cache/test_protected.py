@@ -1,7 +1,5 @@
 """Tokens and blocks of requests with protected prompts, compared with plain counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

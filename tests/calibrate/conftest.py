@@ -1,7 +1,5 @@
 """Tiny models and the command line run in their folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

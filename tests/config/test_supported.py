@@ -1,7 +1,5 @@
 """The table of what is served and refused, and the documents and files that say the same."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

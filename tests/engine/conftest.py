@@ -4,8 +4,6 @@ vLLM is imported inside the fixtures, because the process that distributes tests
 file.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 

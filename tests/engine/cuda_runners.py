@@ -4,8 +4,6 @@ Their own code runs from a scheduler's output to the metadata of a step. Tensors
 Triton's interpreter runs the kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from unittest import mock

@@ -1,7 +1,5 @@
 """Tiny models that draft: an EAGLE3 head in a folder of its own, and layers of multi-token prediction in a target's."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """Proposer of drafts, a given number of which are right: vLLM's ``custom_class``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Iterator

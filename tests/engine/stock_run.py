@@ -1,7 +1,5 @@
 """A stock engine in its own process; test_inert runs this with ``-m`` and reads the report it writes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys

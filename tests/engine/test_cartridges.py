@@ -1,7 +1,5 @@
 """Requests that begin with cartridges equal the oracle: dense attention over the cartridges' slots and their own tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace

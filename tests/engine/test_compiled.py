@@ -1,7 +1,5 @@
 """Compiled models, vLLM's default, keep the same tokens as eager ones, and later starts load what was compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

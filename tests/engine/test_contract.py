@@ -3,8 +3,6 @@
 For a version that is not installed: ``python -m tests.engine.compare_vllm FOLDER``.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import multiprocessing

@@ -3,8 +3,6 @@
 Only the device itself is missing.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """vLLM's own classes with the GPU backend. The kernels are tested in test_cuda_interpreted.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json

@@ -4,8 +4,6 @@ Both model runners build the metadata, a recorded call stands for the CUDA graph
 kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

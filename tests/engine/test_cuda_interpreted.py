@@ -3,8 +3,6 @@
 The builder's persistent tensors, the layer's forward and the kernels are tested.
 """
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 

@@ -3,8 +3,6 @@
 What lies between two steps is done when the second one's metadata are built, ahead of a CUDA graph.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine import test_cuda_interpreted as interpreted

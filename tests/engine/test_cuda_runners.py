@@ -3,8 +3,6 @@
 What the metadata say is compared with the CPU's in test_cuda_interpreted.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.cuda_engine import HEADS, LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of

@@ -1,7 +1,5 @@
 """``kvpop serve`` and ``kvpop doctor``."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -3,8 +3,6 @@
 The layers run; how many of their drafts are right, tests choose.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 

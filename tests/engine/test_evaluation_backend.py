@@ -4,8 +4,6 @@ In float32, on a tiny model, log-probabilities differ by at most 2e-4 nats and g
 Divergences over the whole vocabulary agree to a thousandth.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Pipeline stages, data-parallel engines and asynchronous scheduling, compared with one engine of one rank."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import re

@@ -3,8 +3,6 @@
 Each vLLM here really is another: a copy of the installed one with a change.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 

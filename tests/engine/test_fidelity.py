@@ -4,8 +4,6 @@ One engine for each kind of plumbing, with options of scorers, protected prompts
 spread over them. tests/policies/test_product.py proves the rules of all policies.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

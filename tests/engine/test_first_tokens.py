@@ -3,8 +3,6 @@
 Freed blocks are overwritten unless a snapshot or the prefix cache keeps them.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving
 from engine.judge import Judge

@@ -1,7 +1,5 @@
 """Settings in every process of a server: parsed flags reach a process that loads the plugin late, or are refused there."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Checkpoints with their own scorers: ``kvpop export``, and ``vllm serve DIR --kv-policy kvpop``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Prefix caching is on where requests can go on from others or prompts are protected, unless vLLM's own flag turns it off."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

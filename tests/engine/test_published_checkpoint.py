@@ -1,7 +1,5 @@
 """Full checkpoints of other authors in vLLM: served as their base, without their code and without flags of a budget."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle

@@ -1,7 +1,5 @@
 """Weights in four bits, as compressed-tensors packs them, which vLLM multiplies on a CPU in bfloat16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

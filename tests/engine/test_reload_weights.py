@@ -1,7 +1,5 @@
 """Weights that are reloaded while an engine serves (vLLM's ``reload_weights``): later answers are those of the new weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.tiny_engine import complete, running

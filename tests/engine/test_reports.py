@@ -1,7 +1,5 @@
 """Reports in responses and metrics equal what the recorder counts in the engine's pages and block tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 

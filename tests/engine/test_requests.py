@@ -1,7 +1,5 @@
 """Requests with their own budgets, windows, protection and seeds in one step, each compared with its own oracle."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, Judges, serving
 from engine.test_traffic import POLICIES

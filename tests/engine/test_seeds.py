@@ -1,7 +1,5 @@
 """Requests with seeds among others, in chunks: the engine of vLLM 0.32 stops there on a CPU without the plugin's mend."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import Job, watched
 

@@ -3,8 +3,6 @@
 Results are compared with the oracle, which knows no hits. Freed blocks are overwritten with NaN.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, preempt_all, serving
 

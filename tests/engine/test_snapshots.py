@@ -4,8 +4,6 @@ Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. O
 test_snapshots_policies.py.
 """
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Chats of several turns with features that make, distinguish or place requests: a turn goes on where it may, and there alone."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """A cartridge of a prompt's first tokens, untrained, gives what a cached prefix of these tokens gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.driving import BLOCK, Job, watched

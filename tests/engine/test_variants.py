@@ -3,8 +3,6 @@
 They cover head sizes, other kernels and dtypes, and `full`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 

@@ -3,8 +3,6 @@
 Requests have at most 256 tokens.
 """
 
-from __future__ import annotations
-
 LAYERS = 2
 FULL = ["full_attention"] * LAYERS
 

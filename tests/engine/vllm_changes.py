@@ -4,8 +4,6 @@ Attributes of all modules and classes of vLLM are compared before and after the 
 run, and an engine with a policy has. The process has no plugins but ours, which is loaded by hand.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json

@@ -1,7 +1,5 @@
 """`kvpop eval --task corpus`: questions that the text proves, answers after caches, and the table."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

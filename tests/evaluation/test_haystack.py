@@ -1,7 +1,5 @@
 """Replay rows begin at the start of documents; sentences lose no word."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The example that compares policies on reasoning: from an untrained reasoner to a table, and what is not made again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

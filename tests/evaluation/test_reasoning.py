@@ -1,7 +1,5 @@
 """Reasoning: solutions are judged, counted by problem, and compared on the same problems."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Policies that evaluation runs on serving kernels match the naive oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

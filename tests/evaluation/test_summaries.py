@@ -1,7 +1,5 @@
 """Tables of records: divergences and gaps are ratios of summed nats, with intervals over documents."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`KVpopCache` with cartridges keeps the tokens of the oracle, and answers as it says."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts after the prompt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.matrix import BUDGET

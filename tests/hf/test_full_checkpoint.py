@@ -1,7 +1,5 @@
 """Checkpoints with their own scorers need no scorer folder."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

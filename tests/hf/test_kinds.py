@@ -1,7 +1,5 @@
 """Models with layers of several kinds under transformers, judged by the oracle of kinds."""
 
-from __future__ import annotations
-
 import functools
 import json
 

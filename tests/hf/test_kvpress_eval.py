@@ -1,7 +1,5 @@
 """kvpress's pipeline with our policies in the place of presses (`examples/kvpress_eval.py`), in kvpress's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`KVpopCache` with protected prompts: rows, turns, prompts in chunks, first N tokens of prompts and answers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

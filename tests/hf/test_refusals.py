@@ -1,7 +1,5 @@
 """Refusals of a cache, each in one line with the remedy. Nothing falls back to dense attention."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Rows are separate requests, later calls continue the cache, and memory stays constant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.matrix import BUDGET

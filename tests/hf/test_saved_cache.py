@@ -1,7 +1,5 @@
 """A KVpopCache that was saved and loaded goes on to the tokens of the cache itself, or is refused in one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

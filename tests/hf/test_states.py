@@ -1,7 +1,5 @@
 """Earlier uses of models and caches do not affect later ones."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

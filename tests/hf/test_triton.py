@@ -3,8 +3,6 @@
 tests/kernels/test_triton_interpreted runs this module in the process that it starts.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Requests served under one rule, some after protected prefixes, by any implementation."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Every C++ op at small shapes, for ``make sanitize``: problems of other tests, in memory without slack."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os

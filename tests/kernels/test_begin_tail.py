@@ -1,7 +1,5 @@
 """The state that a tail begins with, in every implementation but the reference, against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.factories import poisoned_pages

@@ -1,7 +1,5 @@
 """The boundary loss equals its definition: a sort for every sampled query, token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The C++ decode step against the reference and against an independent float64 loop."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The chunkwise mLSTM and its gradients against its recurrence in float64, by the reference or by Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

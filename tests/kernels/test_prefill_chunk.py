@@ -1,7 +1,5 @@
 """Whole requests in chunks and decode steps equal a float64 loop, for any cut and any protected prefix."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Rounds: when they are due, chunks cut there, and both rankings of tokens that are easy to judge."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Ranks and cutoffs against a sort for every query, and against the simulation of evictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

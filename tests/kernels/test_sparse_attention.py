@@ -1,7 +1,5 @@
 """Attention under the running top-k mask, and its gradients, against a masked softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Triton's prefill under its interpreter, in the process that test_triton_interpreted starts."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from dataclasses import replace

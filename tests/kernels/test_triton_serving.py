@@ -1,7 +1,5 @@
 """Triton's decode step under its interpreter, in the process that test_triton_interpreted starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Serving compiles no Triton kernel again for other lengths, under the interpreter (test_triton_interpreted)."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -9,8 +9,6 @@ what tests look at. For a decode step and a prefill it also records launches and
 and the beginning of a tail the reads of a tensor's values.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Error budgets accept correct rounding in any summation order, and reject small faults."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

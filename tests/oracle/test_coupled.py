@@ -1,7 +1,5 @@
 """The oracle of attention-coupled policies, checked against the whole matrix of attention weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The oracle, checked from first principles because everything else is compared with it."""
 
-from __future__ import annotations
-
 import math
 from types import MethodType
 

@@ -1,7 +1,5 @@
 """The oracle of protected prompts, checked from first principles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

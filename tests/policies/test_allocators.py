@@ -1,7 +1,5 @@
 """Allocators compared with their papers, and refusals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import pickle

@@ -1,7 +1,5 @@
 """Slots that are made of a prompt at its end equal those of a naive fit in float64, and so does attention to them."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

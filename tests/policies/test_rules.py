@@ -1,7 +1,5 @@
 """The rule of some heads of a layer, as a tensor-parallel rank asks for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policies.matrix import SMALL, made

@@ -1,7 +1,5 @@
 """TriAttention: statistics of queries, their files, and values that the authors' code computed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

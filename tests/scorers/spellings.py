@@ -6,8 +6,6 @@ Four spellings take their names from public code: ``xlstm`` 2.0.6 (``blocks/mlst
 ``f_proj``, ``g_norm``; ``layers/linear_attn.py``: ``feature_map``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """``kvpop check-checkpoint``: a wrong reading of the reasoner's scorer shows."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re

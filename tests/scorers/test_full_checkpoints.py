@@ -1,7 +1,5 @@
 """Full checkpoints of other authors: what is read, served and refused, and that none of their code runs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

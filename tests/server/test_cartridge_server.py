@@ -1,7 +1,5 @@
 """A real server with cartridges, called by the openai client: names, usage, loading, unloading, refusals."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path

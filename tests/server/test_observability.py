@@ -1,7 +1,5 @@
 """The board of examples/observability: a real Prometheus scrapes a real server, and every query returns its data."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

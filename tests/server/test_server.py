@@ -3,8 +3,6 @@
 kvpop is compiled, as users run it, and streaming-llm is eager.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

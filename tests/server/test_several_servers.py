@@ -3,8 +3,6 @@
 Every request goes to a chosen API server, over a connection that the process of this API server holds open.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

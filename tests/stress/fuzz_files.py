@@ -6,8 +6,6 @@ reader must return or raise a ConfigError of one line, within --seconds and --gi
 hypothesis prints the smallest damage that it found. A crash of the process is reported with the file that was read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -20,8 +20,6 @@ repeat a few hundred texts, since a tokenizer remembers the last ten thousand wo
 Broken promises are printed in one line each, and the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

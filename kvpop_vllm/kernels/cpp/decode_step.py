@@ -1,7 +1,5 @@
 """C++ implementation of ``decode_step``."""
 
-from __future__ import annotations
-
 import weakref
 
 import torch

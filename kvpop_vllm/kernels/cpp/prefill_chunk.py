@@ -1,7 +1,5 @@
 """C++ implementation of ``prefill_chunk``: the tail's kernel, merged with attention to a protected prefix."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Prefix

@@ -1,7 +1,5 @@
 """C++ implementation of ``verify_step``."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import StepOrderError

@@ -1,7 +1,5 @@
 """Schemas of the serving ops; axes in :mod:`kvpop_vllm.kernels.ops`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 

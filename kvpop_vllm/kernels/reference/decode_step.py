@@ -3,8 +3,6 @@
 It processes one (request, head) after another.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

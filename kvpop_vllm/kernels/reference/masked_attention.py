@@ -1,7 +1,5 @@
 """Softmax attention under an explicit mask, for the blocks of prefill and training."""
 
-from __future__ import annotations
-
 import torch
 
 

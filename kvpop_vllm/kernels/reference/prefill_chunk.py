@@ -5,8 +5,6 @@ is a key with a time of birth and a time of eviction. Query q attends to the key
 q.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ since a head's slots in use are its held tokens. Policies that evict while slots
 exception: theirs are not counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from kvpop_vllm.cache.accounting import kept_tokens

@@ -3,8 +3,6 @@
 Attention metadata lack the slots of the requests and their seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _PARAMS = "_kvpop_params"

@@ -1,7 +1,5 @@
 """``kvpop serve`` and ``kvpop doctor``: whether the servers of this environment have the plugin, and what it would do."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

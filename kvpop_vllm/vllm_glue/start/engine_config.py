@@ -1,7 +1,5 @@
 """Engine configs: what is checked and set between vLLM's arguments and the loading of weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import vllm

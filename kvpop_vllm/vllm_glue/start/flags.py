@@ -1,7 +1,5 @@
 """Command-line flags, added to every parser of engine arguments and merged into ``additional_config``."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 

@@ -3,8 +3,6 @@
 Each reason names the option to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
