@@ -315,7 +315,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     lines = [f"| {head} | ms per step | dense / it |", "|---" * 13 + "|"]
     stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
-        alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
+        alike = [int(plain_row["allocated_bytes"]) for plain_row in stateless if plain_row["budget"] == row["budget"]]
         size, plain = int(row["allocated_bytes"]), statistics.mode(alike) if alike else 0
         same_bytes = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
         equal = "k, bytes" if same_bytes and row["equal"] == "k" else row["equal"] if row["budget"] else ""
@@ -327,9 +327,9 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
         over = ""
         if row["policy"].endswith(SHARED):
             plain = {"policy": row["policy"].removesuffix(SHARED)}
-            other = next((one for one in quality.values() if like(row, one, plain)), None)
-            if other and losses_of(other)[1] == losses[1]:
-                ratio = estimate("ratio", losses[0], losses_of(other)[0], units=losses[1])
+            plain_row = next((one for one in quality.values() if like(row, one, plain)), None)
+            if plain_row and losses_of(plain_row)[1] == losses[1]:
+                ratio = estimate("ratio", losses[0], losses_of(plain_row)[0], units=losses[1])
                 over = f"{ratio['ratio']:.2f}{span(ratio, 'ratio')}"
         if time := steps.get(key):
             ms, *ratios = (float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest"))
@@ -354,9 +354,9 @@ def span(line: dict, name: str) -> str:
     return " ({:.4f} to {:.4f})".format(*interval) if interval else ""
 
 
-def like(row: dict, other: dict, named: dict) -> bool:
+def like(row: dict, candidate: dict, named: dict) -> bool:
     """Return whether another row is of the same settings, with another name."""
-    return all(other[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
+    return all(candidate[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
 
 
 def order(row: dict) -> tuple:

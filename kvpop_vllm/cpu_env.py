@@ -103,9 +103,9 @@ def check_environment(version: str) -> None:
     """
     if sys.prefix == sys.base_prefix:
         raise SetupError("run this with the python of a virtual environment")
-    other = installed("vllm")
-    if other is not None and other != f"{version}+cpu":
-        raise SetupError(f"this environment already holds vllm {other}; the CPU engine would clash with it")
+    present = installed("vllm")
+    if present is not None and present != f"{version}+cpu":
+        raise SetupError(f"this environment already holds vllm {present}; the CPU engine would clash with it")
 
 
 def install_torch() -> None:

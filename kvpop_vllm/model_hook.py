@@ -94,11 +94,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     kind, index = _place(module, attend)
     size = local_size(module.config, kind) if kind in LOCAL else None
     _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
-    sinks, more = options.get("s_aux"), {}
+    sinks, backend_options = options.get("s_aux"), {}
     if sinks is None and getattr(module, "sinks", None) is not None:
         raise ConfigError("the model's layers keep attention sinks from their attention: choose another model")
     if sinks is not None and getattr(attend, "takes_sinks", False):
-        sinks, more = None, {"sink_logits": sinks}
+        sinks, backend_options = None, {"sink_logits": sinks}
     for name, option in (("logit soft-capping", options.get("softcap")), ("attention sinks", sinks)):
         if option is not None:
             raise ConfigError(f"the model has {name}, which this does not take: choose another model")
@@ -118,11 +118,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         # else the block would hold a pass's activations until the next one
         del module.channel
     if size is None:
-        out = attend(index, query, key, value, scale, **more)
+        out = attend(index, query, key, value, scale, **backend_options)
     elif hasattr(attend, "local"):
-        out = attend.local(index, query, key, value, scale, kind, size, **more)
+        out = attend.local(index, query, key, value, scale, kind, size, **backend_options)
     else:
-        out = local_attention(query, key, value, scale, kind, size, **more)
+        out = local_attention(query, key, value, scale, kind, size, **backend_options)
     # transformers takes [B, S, Hq, D]
     return out.transpose(1, 2), None
 

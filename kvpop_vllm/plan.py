@@ -503,14 +503,14 @@ def _row(name: str, budget: int, policy_bytes: CacheBytes, pool: int, stock: Cac
     def fit(one: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
-    more = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
+    ratio = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
     return (
         name,
         str(budget),
         size_text(policy_bytes.canonical),
         size_text(policy_bytes.allocated),
         f"{float(fit(policy_bytes)):.1f}",
-        more,
+        ratio,
     )
 
 

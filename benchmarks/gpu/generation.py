@@ -289,7 +289,9 @@ def served(bench: Bench) -> Iterator[dict]:
         f"{[len(tokens) for tokens in served_tokens]} tokens were generated"
     )
     equal = [
-        a == b for row, other in zip(served_tokens, cached_tokens, strict=True) for a, b in zip(row, other, strict=True)
+        a == b
+        for row, cached in zip(served_tokens, cached_tokens, strict=True)
+        for a, b in zip(row, cached, strict=True)
     ]
     yield bench.row("tokens of KVpopCache's", sum(equal) / len(equal), "share")
 

@@ -105,8 +105,8 @@ def training_options(name: str) -> list[str]:
     options = TRAINED[variant["policy"]]
     if variant["window"]:
         window, topk = ROLES.search(options).groups()
-        more = int(variant["window"]) - int(window)
-        slots = " ".join(str(int(k) - more) for k in topk.split())
+        wider = int(variant["window"]) - int(window)
+        slots = " ".join(str(int(k) - wider) for k in topk.split())
         options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
     return options.split()
 
@@ -205,13 +205,13 @@ class Comparison:
             return
         try:
             plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
-            other = differing(out, plan.settings)
+            keys = differing(out, plan.settings)
         except ConfigError as error:
             sys.exit(str(error))
         if json.loads((out / NAME).read_text())["unit"] not in (UNITS[0], plan.options.unit):
-            other.append("shares")
-        if other:
-            sys.exit(f"{out} was measured with other settings ({', '.join(other)}): name another folder, or remove it")
+            keys.append("shares")
+        if keys:
+            sys.exit(f"{out} was measured with other settings ({', '.join(keys)}): name another folder, or remove it")
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""

@@ -115,8 +115,8 @@ class Curriculum(TrainerCallback, ExportableState):
 
     def on_log(self, arguments, state, control, logs=None, **options) -> None:
         """Print sizes and accuracies."""
-        parts = zip(self.kinds, self.sizes, self.accuracies, strict=True)
-        print("  ".join(f"{kind} {size:.1f} ({right:.3f})" for kind, size, right in parts), flush=True)
+        columns = zip(self.kinds, self.sizes, self.accuracies, strict=True)
+        print("  ".join(f"{kind} {size:.1f} ({right:.3f})" for kind, size, right in columns), flush=True)
 
 
 class Batches(Dataset):

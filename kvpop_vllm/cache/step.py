@@ -78,14 +78,14 @@ def cut_at_prompt_end(span: Span) -> list[Span]:
     slots, after, inside = span.slots, span.after, span.protected
     if after is None:
         return [span]
-    parts = []
+    pieces = []
     if inside:
         sizes = {"budget": after.budget, "window": after.window}
-        parts.append(span._replace(length=inside, slots=slots._replace(**sizes)))
+        pieces.append(span._replace(length=inside, slots=slots._replace(**sizes)))
     if inside < span.length:
         place = {"first": span.first + inside, "start": span.start + inside - after.shift}
-        parts.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
-    return parts
+        pieces.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -373,10 +373,10 @@ class StepPlan:
         self.layout, self.checks, self.late, self._shared = layout, checks, late, None
         singles, chunked = [], []
         for span in spans:
-            parts = [span] if span.after is None else cut_at_prompt_end(span)
-            decoded = rows is None and span.is_decoded and parts[0].after is None
+            pieces = [span] if span.after is None else cut_at_prompt_end(span)
+            decoded = rows is None and span.is_decoded and pieces[0].after is None
             if span.length:
-                (singles if decoded else chunked).extend(parts)
+                (singles if decoded else chunked).extend(pieces)
         # a chunk after staged drafts: those that were accepted enter the cache before it
         resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
         if rows is None:
@@ -498,10 +498,10 @@ class StepPlan:
             step |= {"requests": self.requests, "starts": self.starts, "first_pages": first}
         if begun is not None:
             tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
-            parts = [rows_of(table, chosen) for table, chosen in tables if chosen]
-            width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
-            parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
-            begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
+            paged = [rows_of(table, chosen) for table, chosen in tables if chosen]
+            width = max(part.shape[2] for part in paged)  # requests of other budgets may have fewer pages
+            paged = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in paged]
+            begun = begun._replace(table=torch.cat(paged) if len(paged) > 1 else paged[0])
         return StepBatch(**step, chunks=chunks, begun=begun, late=self.late)
 
 

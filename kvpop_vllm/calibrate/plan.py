@@ -278,8 +278,8 @@ class Plan:
         """Passes of a row in a round of improvement."""
         if self.decides == PROBE:
             return 0
-        parts = len({shard.heads for shard in self.shards})
-        units = self.shape.num_layers * parts + self.split * (self.shape.num_kv_heads - parts)
+        ranks = len({shard.heads for shard in self.shards})
+        units = self.shape.num_layers * ranks + self.split * (self.shape.num_kv_heads - ranks)
         return 2 * units + 3 * len(self.budgets)
 
 

@@ -90,15 +90,15 @@ Pieces = Iterator[tuple[int, tuple[Row, int]]]
 
 def _passages(encoder: DocumentEncoder, documents, length: int) -> Pieces:
     """Yield rows that follow each other in the documents; one that a document does not fill goes on with the next."""
-    rest, names, keys = np.empty(0, np.int32), [], []
+    remaining, names, keys = np.empty(0, np.int32), [], []
     for document, ids in encoder.encode(documents):
-        rest = np.concatenate([rest, ids, np.array([encoder.eos], np.int32)])
+        remaining = np.concatenate([remaining, ids, np.array([encoder.eos], np.int32)])
         names, keys = [*names, document.origin], [*keys, key_of(document)]
-        for number in range(len(rest) // length):
-            tokens = torch.from_numpy(rest[number * length : (number + 1) * length].astype(np.int64))
+        for number in range(len(remaining) // length):
+            tokens = torch.from_numpy(remaining[number * length : (number + 1) * length].astype(np.int64))
             yield number, (Row(tokens, names, keys), 0)
-        if len(rest) >= length:  # the end of a document does not begin a row
-            rest, names, keys = np.empty(0, np.int32), [], []
+        if len(remaining) >= length:  # the end of a document does not begin a row
+            remaining, names, keys = np.empty(0, np.int32), [], []
 
 
 def _documents(encoder: DocumentEncoder, documents, length: int) -> Pieces:

@@ -70,12 +70,12 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     if len(sums.tokens) != shape["num_layers"]:
         raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
-    parts = {
+    tensors = {
         name: [(by_layer[i] / sums.tokens[i]).float().cpu() for i in range(shape["num_layers"])]
         for name, by_layer in (("mean", sums.mean), ("norm", sums.norm))
     }
     sizes |= {"layers": shape.get("layers", ()), "rope": rope, "tokens": sums.tokens[0]}
-    statistics = QueryStatistics(**sizes, **parts)
+    statistics = QueryStatistics(**sizes, **tensors)
     statistics.check("these statistics")
     return statistics
 

@@ -132,8 +132,8 @@ def read_statistics(folder: str | Path) -> QueryStatistics:
         raise ConfigError(
             f"{tensors_path}: tensor {wrong[0]} is {'unexpected' if wrong[0] in tensors else 'missing'}: {ADVICE}"
         )
-    parts = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
-    statistics = QueryStatistics(**config, **parts)
+    by_name = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
+    statistics = QueryStatistics(**config, **by_name)
     statistics.check(str(folder))
     return statistics
 
@@ -150,7 +150,7 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     statistics.check(str(folder))
     omitted = "mean", "norm", *(() if statistics.layers else ("layers",))
     config = {name: value for name, value in asdict(statistics).items() if name not in omitted}
-    parts = {"mean": statistics.mean, "norm": statistics.norm}
+    by_name = {"mean": statistics.mean, "norm": statistics.norm}
     # safetensors writes contiguous tensors only
-    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
+    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in by_name.items() for i, t in enumerate(layers)}
     write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

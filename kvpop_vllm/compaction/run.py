@@ -75,11 +75,11 @@ class CompactOptions:
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
     """Return a corpus and its ids. Documents are joined with an empty line between them."""
-    parts = []
+    texts = []
     for document in documents_of(find_sources([data])):
         content = document.content
-        parts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.origin))
-    text = "\n\n".join(parts)
+        texts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.origin))
+    text = "\n\n".join(texts)
     if not text.strip():
         raise ConfigError(f"{data} holds no text: give --data another file")
     return text, place.read(text)

@@ -167,5 +167,5 @@ class Compactor(nn.Module):
     @torch.no_grad()
     def measure(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set the unit of each layer's keys and of its values to their root mean square in ``caches``."""
-        for layer, parts in zip(self.layers, caches, strict=True):
-            layer.scale.copy_(torch.stack([part.float().square().mean().sqrt() for part in parts]))
+        for layer, layer_caches in zip(self.layers, caches, strict=True):
+            layer.scale.copy_(torch.stack([part.float().square().mean().sqrt() for part in layer_caches]))

@@ -353,12 +353,12 @@ def summarise(records: list[dict], against: str) -> list[dict]:
         gaps = [m for m in members if "exact" in m]
         if gaps:
             line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
-        other = nats.get((slots, against), {}) if method != against else {}
+        base = nats.get((slots, against), {}) if method != against else {}
         if method != FULL:
             lost = [m["kl"] * m["tokens"] for m in opened]
             line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
-            if other:
-                reference = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
+            if base:
+                reference = [base[m["document"]]["kl"] * m["tokens"] for m in opened]
                 line |= estimate("kl ratio", lost, reference, units=units)
         table.append(line | _seconds(method, opened, table))
     return table

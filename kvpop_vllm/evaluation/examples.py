@@ -121,10 +121,10 @@ def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
     """Return the sentences with each needle at its depth. Needles of one depth keep their order."""
-    parts, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
+    passages, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
     for place, needle in reversed(sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])):
-        parts.insert(place, needle)  # from the end, so that needles of one place keep their order
-    return " ".join(parts)
+        passages.insert(place, needle)  # from the end, so that needles of one place keep their order
+    return " ".join(passages)
 
 
 def _keys(draw: random.Random, count: int) -> list[str]:
@@ -261,9 +261,9 @@ def _occurs(word: str, answer: str) -> bool:
 def _digits_right(number: str, answer: str) -> float:
     best = 0.0
     # 1,000 is read as 1000
-    for other in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
+    for written in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
         same = next(
-            (i for i, (a, b) in enumerate(zip(number, other, strict=False)) if a != b), min(len(number), len(other))
+            (i for i, (a, b) in enumerate(zip(number, written, strict=False)) if a != b), min(len(number), len(written))
         )
-        best = max(best, same / max(len(number), len(other)))
+        best = max(best, same / max(len(number), len(written)))
     return best

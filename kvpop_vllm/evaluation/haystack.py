@@ -110,8 +110,8 @@ def units_of(rows: list[Row]) -> list[int]:
     for number, row in enumerate(rows):
         for key in row.keys:
             # a key that both have makes two units one
-            one, other = sorted((units[first.setdefault(key, number)], units[number]))
-            units = [one if unit == other else unit for unit in units]
+            lower, upper = sorted((units[first.setdefault(key, number)], units[number]))
+            units = [lower if unit == upper else unit for unit in units]
     return units
 
 
@@ -119,9 +119,9 @@ def sentences(paths: list[str], split: str, min_characters: int) -> list[str]:
     """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are."""
     passages, size = [], 0
     for document in documents(paths, split):
-        parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
-        passages += parts
-        size += sum(map(len, parts))
+        pieces = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
+        passages += pieces
+        size += sum(map(len, pieces))
         if size >= max(min_characters, ENOUGH):
             break
     if not passages:

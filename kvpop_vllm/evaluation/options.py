@@ -61,9 +61,9 @@ def check_teacher(model: str, teacher: str, length: int) -> None:
     theirs, ours = vocabulary_of(teacher), vocabulary_of(model)
     if theirs != ours:
         raise ConfigError(f"--teacher {teacher} knows {theirs} tokens, {model} {ours}: {same}")
-    one, other = map(load_tokenizer, (model, teacher))
-    encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in (one, other)]  # no template
-    if one.get_vocab() != other.get_vocab() or encoders[0] != encoders[1]:
+    tokenizers = [load_tokenizer(model), load_tokenizer(teacher)]
+    encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in tokenizers]  # no template
+    if tokenizers[0].get_vocab() != tokenizers[1].get_vocab() or encoders[0] != encoders[1]:
         raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {same}")
     positions = positions_of(read_model_config(teacher))
     if positions is not None and length > positions:

@@ -140,10 +140,10 @@ class LayerPages:
             self.prefix_table = self.prefix_table[:, :0].clone()
         if tokens <= self.prefix_room:
             return
-        more, first = cdiv(tokens, self.pages.layout.block_slots) - have, self.pages.num_blocks
-        self._extend(rows * more)
-        blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
-        self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
+        missing, first = cdiv(tokens, self.pages.layout.block_slots) - have, self.pages.num_blocks
+        self._extend(rows * missing)
+        blocks = torch.arange(first, first + rows * missing, dtype=torch.int32, device=self.pages.raw.device)
+        self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, missing)], 1)
 
     def tables(self, cartridge_slots: int, protected: int) -> dict[str, torch.Tensor]:
         """Return the blocks of the rows' tails ``[R, P]``, and of their prefixes ``[R, Q]`` after what cartridges hold.

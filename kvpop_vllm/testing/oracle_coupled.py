@@ -153,7 +153,7 @@ def retained_by_attention(
     *shape: int,
     added: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
-    **more: object,
+    **unused: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
 
@@ -170,7 +170,7 @@ def retained_by_attention(
         shape: sinks, ``w`` and ``k``.
         added: see :func:`masked_attention`.
         sink_logits: see :func:`masked_attention`.
-        more: arguments of :func:`retained_by_ranking` by name.
+        unused: arguments of :func:`retained_by_ranking` by name.
     """
     added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
     # of weight 0
@@ -178,7 +178,7 @@ def retained_by_attention(
     query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
     heads = zip(query, key, value, added, sink_logits, strict=True)
     rankings = [Masses(*head, how) for head in heads]
-    return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **unused)
 
 
 def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor) -> torch.Tensor:

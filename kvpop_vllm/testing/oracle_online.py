@@ -262,7 +262,7 @@ def retained_by_scores(
     step: int = 1,
     ages: bool = False,
     threshold: float | None = None,
-    **more: object,
+    **unused: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores that do not depend on the sets.
 
@@ -273,11 +273,11 @@ def retained_by_scores(
         step: see :class:`Scored`.
         ages: see :class:`Scored`.
         threshold: see :class:`Scored`.
-        more: ``forced`` and ``first_eviction`` of :func:`retained_by_ranking`.
+        unused: ``forced`` and ``first_eviction`` of :func:`retained_by_ranking`.
     """
     heads = zip(scores.astype(np.float64), log_gamma, strict=True)
     rankings = [Scored(raw, decay, step, ages, threshold) for raw, decay in heads]
-    return retained_by_ranking(rankings, scores.shape[1], torch.float64, *shape, **more)
+    return retained_by_ranking(rankings, scores.shape[1], torch.float64, *shape, **unused)
 
 
 def retained_sets(

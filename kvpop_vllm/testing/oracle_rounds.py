@@ -80,8 +80,8 @@ def sampled_mass(
         uniform = (draw(*head.place, last, t) + 0.5) / 2**53
         drawn = (math.log(near[i]) if near[i] > 0 else -math.inf) - math.log(-math.log(uniform))
         rank[t] = (_LARGE, spread[t]) if t in large else (_DRAWN, drawn)
-    rest = [spread[t] for t in by_spread[len(large) :]]
-    return rank, spread[large[-1]] - rest[0] if large and rest else math.inf
+    smaller = [spread[t] for t in by_spread[len(large) :]]
+    return rank, spread[large[-1]] - smaller[0] if large and smaller else math.inf
 
 
 def redundancy(
@@ -108,7 +108,7 @@ def redundancy(
             cosine[i, similar[-1]] = 0
     redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
     # redundancies of tokens in the window are left over
-    value = [0.1 * mass - 0.9 * other for mass, other in zip(importance, redundant, strict=False)]
+    value = [0.1 * mass - 0.9 * similarity for mass, similarity in zip(importance, redundant, strict=False)]
     return {t: (_DRAWN, value[i]) for i, t in enumerate(candidates) if i >= sinks}, closest
 
 
@@ -182,7 +182,7 @@ def retained_by_rounds(
     statistics: LayerStatistics | None = None,
     mean_topk: int | None = None,
     sink_logits: torch.Tensor | None = None,
-    **more: object,
+    **unused: object,
 ) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
 
@@ -204,7 +204,7 @@ def retained_by_rounds(
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
         mean_topk: mean ``k`` of all heads of the model, None for that of the layer, rounded down.
         sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
-        more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
+        unused: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
     slots = [topk] * len(key) if isinstance(topk, int) else topk
@@ -214,4 +214,4 @@ def retained_by_rounds(
         of_head = None if sink_logits is None else sink_logits.view(len(key), -1)[h]
         head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]), of_head)
         rankings.append(Rounds(head, how, ranked, window, every[h]))
-    return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **unused)

@@ -217,7 +217,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
     """
     spec = make_spec(budget, 2, 16, 1, True)
     spec = dataclasses.replace(spec, compression=PromptVotes(2, safe=0.2 if adaptive else None))
-    more = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
+    extra = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
     for prompt in (20, 40, 64, 65, 100):
         for length in range(1, 130):
             prompt_blocks, slots = -(-prompt // 16), min(length, budget)
@@ -227,7 +227,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
                 expected = prompt_blocks + 1
             else:
                 expected = (
-                    prompt_blocks + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-slots // 16))
+                    prompt_blocks + 1 + (-(-budget // 16) + extra if prompt > budget and adaptive else -(-slots // 16))
                 )
             assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
 

@@ -121,9 +121,9 @@ def test_attention_sinks_are_refused_by_compaction_alone(config):
 @pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])
 def test_layers_of_kinds_that_are_not_served(name):
     """The feature is named once, whether it is seen in the kinds of layers, in the window or in both."""
-    other, full = REFUSED["recurrent"].feature, {name: ["full_attention", "attention", "sliding_attention"]}
+    recurrent, full = REFUSED["recurrent"].feature, {name: ["full_attention", "attention", "sliding_attention"]}
     assert unserved(SimpleNamespace(**full, sliding_window=64), {}, 64) == []
-    assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [other]
+    assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [recurrent]
     assert unserved(SimpleNamespace(**{name: ["attention"]}), {"MLA": True}, 64) == [REFUSED["MLA"].feature]
 
 

@@ -58,15 +58,15 @@ def unrotated(root):
     has their tokens where they stand.
     """
     folder, past = write_smollm3(root / "model"), DynamicCache()
-    model, parts, folders = load(str(folder), "float32"), [], []
+    model, tensors, folders = load(str(folder), "float32"), [], []
     for i, first in enumerate((100, 37)):
         tokens, name = random_prompt(64, seed=i), root / f"c{i}"
         layers = [(k, v, None) for k, v in read_corpus(model, tokens, first)]
         sizes = {"slots": 64, "next_position": first + 64, "method": "text", "provenance": {}}
         write_cartridge(name, CartridgeConfig(**base_of(folder), **sizes), layers)
         folders.append(str(name))
-        parts.append(read_corpus(model, tokens, 64 * i))
-    for i, pair in enumerate(zip(*parts, strict=True)):
+        tensors.append(read_corpus(model, tokens, 64 * i))
+    for i, pair in enumerate(zip(*tensors, strict=True)):
         past.update(*(torch.cat(same, 1).unsqueeze(0) for same in zip(*pair, strict=True)), i)
     return str(folder), folders, AutoModelForCausalLM.from_pretrained(folder).eval(), past
 
@@ -85,15 +85,15 @@ class CartridgeJudge(Judge):
     def __init__(self, case, folders: list[str], protect: bool | int):
         super().__init__(case.model, case.judge.policy, protect=protect)
         self.rope = self.models[0].config
-        parts, offset = [], 0
+        pieces, offset = [], 0
         for folder in folders:
             config, layers, _ = read_cartridge(folder)
             shift = offset + config.slots - config.next_position
-            parts.append([self._placed(*layer, shift) for layer in layers])
+            pieces.append([self._placed(*layer, shift) for layer in layers])
             offset += config.slots
         self.slots = offset
         self.cartridge = [
-            tuple(torch.cat(tensors, 1) for tensors in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
+            tuple(torch.cat(tensors, 1) for tensors in zip(*layer, strict=True)) for layer in zip(*pieces, strict=True)
         ]
 
     def _placed(self, k, v, bias, shift):
@@ -197,8 +197,8 @@ def nothing_is_left(request):
         assert not cartridges.copies
 
 
-def named(*names: str, **more) -> dict:
-    return {"kv_cartridges": list(names)} | more
+def named(*names: str, **options) -> dict:
+    return {"kv_cartridges": list(names)} | options
 
 
 def test_one_cartridge(served):
@@ -227,9 +227,9 @@ def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
         Job(prompt=tokens, new=30, asks=named("plain", "biased")),
     ]
     answers = served.serve(jobs)
-    for one, other in ((0, 1), (2, 3)):
-        assert answers[one].prompt_token_ids == answers[other].prompt_token_ids
-        assert answers[one].outputs[0].token_ids == answers[other].outputs[0].token_ids
+    for left, right in ((0, 1), (2, 3)):
+        assert answers[left].prompt_token_ids == answers[right].prompt_token_ids
+        assert answers[left].outputs[0].token_ids == answers[right].outputs[0].token_ids
     for prompt, asks, text in (
         (tokens, headed, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
         ([*head], headed, "the prompt ends where the cartridge begins"),

@@ -54,8 +54,8 @@ def compiling(counts: tuple[int, int]) -> Iterator[None]:
 def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
     """Compiled and eager runs equal the oracle, and other weights load the compiled model."""
     model = str(write_tiny_model(folder / "llama", "llama", layers=2))
-    case, other = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
-    for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other, False, (0, 1))):
+    case, other_case = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
+    for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other_case, False, (0, 1))):
         check(judged, eager, counts)
 
 

@@ -94,8 +94,8 @@ class Layers:
         """
         pools = [pool[:, 1:] for pool in (self.gpu, self.cpu)]  # without the null block
         bits = [pool.view(torch.int32) for pool in pools]
-        other = bits[0] != bits[1]
-        floats = [pool.view(torch.float32)[other] for pool in pools]
+        differ = bits[0] != bits[1]
+        floats = [pool.view(torch.float32)[differ] for pool in pools]
         return torch.allclose(*floats, rtol=1e-3, atol=1e-4)
 
 
@@ -152,12 +152,12 @@ def serve(model, tmp_path, monkeypatch):
         layers = Layers(config, SINKS if name == "attention sinks" else None)
         prefill = ops.prefill_chunk
 
-        def by_interpreter(*tensors, rule, impl, **more):
+        def by_interpreter(*tensors, rule, impl, **options):
             """Run prefill by the interpreter, but sequential rules by the reference.
 
             The kernels of sequential rules are those of decode steps, which take long when interpreted.
             """
-            return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
+            return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **options)
 
         from kvpop_vllm.kernels.triton import _prefill_plan
 
@@ -314,7 +314,7 @@ def test_a_step_out_of_order_is_no_number(serve):
     before = served.layers.gpu.clone()
     served.requests.lengths["a"] += 1
     pages = served.layers.cpu.clone()
-    served.layers.expected = lambda q, *rest: q
+    served.layers.expected = lambda q, *tensors: q
     out, _ = served.step(graph=True, a=1, b=1)
     assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
     changed = (served.layers.gpu != before).any(-1).any(-1).any(-1)[0]
@@ -411,8 +411,8 @@ def profiled(model, tmp_path):
 
     def start(policy, **options):
         if policy in SCORERS:
-            more = {"shifted": True} if policy == "dms" else {}
-            scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **more)
+            scorer_options = {"shifted": True} if policy == "dms" else {}
+            scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **scorer_options)
             options = options | {"scorer": str(scorer)}
         layers = Layers(configure(model, {"policy": policy, "budget": 80} | options))
         layers.gpu.zero_()

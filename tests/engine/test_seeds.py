@@ -26,7 +26,7 @@ def test_a_seed_gives_the_same_tokens_in_chunks(engine):
 def test_an_abort_beside_it_changes_no_draw(engine):
     """Rows of a step move when a request ends; each generator stays with its request."""
     engine.chunk(7)
-    job, other = Job(60, new=16, scored=False, temperature=1.0), Job(30, new=40, scored=False)
+    job, other_job = Job(60, new=16, scored=False, temperature=1.0), Job(30, new=40, scored=False)
     aborted = []
 
     def each_step(step: int) -> None:
@@ -35,5 +35,5 @@ def test_an_abort_beside_it_changes_no_draw(engine):
             aborted.append(step)
 
     first = engine.serve([job])[engine.names["0"]].outputs[0].token_ids
-    again = engine.serve([job, other], each_step)[engine.names["0"]].outputs[0].token_ids
+    again = engine.serve([job, other_job], each_step)[engine.names["0"]].outputs[0].token_ids
     assert aborted and first == again

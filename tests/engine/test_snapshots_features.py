@@ -48,8 +48,8 @@ def test_adapters(case, tmp_path):
             engine.judge = Judge(str(merged), matrix_case.judge.policy)
             chats_of.append(go_on(engine, 10 * number, adapter=adapters[-1]))
         first, second = adapters
-        for other in (second, None, LoRARequest("first", 3, first.lora_path)):  # the last one is loaded again
-            assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=other)) == 0
+        for loaded in (second, None, LoRARequest("first", 3, first.lora_path)):  # the last one is loaded again
+            assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=loaded)) == 0
         assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=first)) == len(chats_of[0]) - 1
         engine.engine.add_lora(LoRARequest("first", 1, second.lora_path, load_inplace=True))
         assert cached(engine, Job(prompt=[*chats_of[0], 6], new=2, scored=False, adapter=first)) == 0
@@ -63,8 +63,8 @@ def test_draws_of_other_seeds(case):
         for asks in ({"kv_seed": 3}, {"kv_seed": 4}):
             engine.judge = judges.of(Job(asks=asks))
             history = go_on(engine, asks=asks)
-            for other in ({"kv_seed": 5}, {}):
-                assert cached(engine, Job(prompt=[*history, 5], new=2, scored=False, asks=other)) == 0
+            for seeding in ({"kv_seed": 5}, {}):
+                assert cached(engine, Job(prompt=[*history, 5], new=2, scored=False, asks=seeding)) == 0
         engine.judge = judges.of(Job(temperature=1.0))
         first = turn(engine, [], 30, temperature=1.0)
         assert turn(engine, whole(first), 31, temperature=1.0).num_cached_tokens == len(whole(first)) - 1
@@ -283,7 +283,7 @@ def test_two_data_parallel_engines(alone):
         finally:
             engine.shutdown()
 
-    other, same = asyncio.run(serve())
-    assert other.num_cached_tokens == 0 and same.num_cached_tokens == len(same.prompt_token_ids) - 26
-    assert [*whole(other)] == [*whole(same)] == history[: len(whole(same))]
+    other_answers, same = asyncio.run(serve())
+    assert other_answers.num_cached_tokens == 0 and same.num_cached_tokens == len(same.prompt_token_ids) - 26
+    assert [*whole(other_answers)] == [*whole(same)] == history[: len(whole(same))]
     assert random_prompt(25, seed=1) == history[115:140]

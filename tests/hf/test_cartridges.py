@@ -60,8 +60,8 @@ def test_the_slots_are_there_once(case, folders):
     model, matrix_case = case("qwen3", "h2o")
     (folder,) = folders("qwen3", "biased")
 
-    def allocated(rows, **more):
-        cache = KVpopCache(model, **matrix_case.settings, **more)
+    def allocated(rows, **options):
+        cache = KVpopCache(model, **matrix_case.settings, **options)
         generate(model, cache, [random_prompt(70)] * rows, 3)
         return cache.allocated_bytes()
 

@@ -102,7 +102,7 @@ class TestTriton:
 
         grids = []
         monkeypatch.setattr(
-            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **more: grids.append(grid)
+            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: grids.append(grid)
         )
         module.kth_smallest(*torch.ones(3, 1, length, dtype=torch.int32))
         assert len(grids) == launches and set(grids) == {(1, -(-length // 1024))}

@@ -187,7 +187,7 @@ class TestDecodeStep:
             {"biased": right.tokens[:1]},
             {"pages": problem(case="none", size=64).layout.view(torch.empty(1, 1, 16 * 520, dtype=torch.uint8))},
         ):
-            rest = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")
+            options = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")
             with pytest.raises(ValueError, match="does not fit 2 requests and their pages"):
-                ops.decode_step(*inputs, pages, p.table, torch.tensor([0, 0]), p.budgets, **rest)
+                ops.decode_step(*inputs, pages, p.table, torch.tensor([0, 0]), p.budgets, **options)
         assert (pages.raw == 255).all()

@@ -56,7 +56,7 @@ def variants(monkeypatch):
     def on_gpus(interpreted: InterpretedFunction) -> JITFunction:
         return JITFunction(interpreted.fn, **interpreted.kwargs)
 
-    def decline(*, fn, key: str, **more) -> bool:
+    def decline(*, fn, key: str, **options) -> bool:
         launched.add((fn.name, key))
         return True
 

@@ -53,9 +53,7 @@ def run(prompt: int, counts, policy=policy, impl: str = "auto", rows: int = 1, s
     )
     layer = LayerRows(policy().rule(0, slice(0, HEADS)), BUDGET, k, SCALE, protected=prompt)
     layer.attention.impl = impl
-    outs = [
-        layer.append(*parts, sink_logits=sinks) for parts in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)
-    ]
+    outs = [layer.append(*qkv, sink_logits=sinks) for qkv in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)]
     return layer, torch.cat(outs, 2)
 
 

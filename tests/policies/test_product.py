@@ -331,14 +331,14 @@ def compare(tested, expected, empty, logged, has_sinks=False):
         if gate is not None:
             k, v = (x.transpose(0, 1) for x in (layer_tokens.k, layer_tokens.v))
             gate_scores = gate(Signals(layer_tokens.hidden, k, v, layer_tokens.channel.T)).detach()
-        parts = []
+        pieces = []
         logged.clear()
         for chunk in CHUNKS:
             cut = slice(rows.tokens_seen, rows.tokens_seen + chunk)
             scores = None if gate_scores is None else gate_scores[None, cut]
-            parts.append(
+            pieces.append(
                 rows.append(*(x[None, :, cut] for x in layer_tokens[:3]), scores, sinks_of(layer, has_sinks))[0]
             )
             assert torch.equal(rows.held_by_rows()[0], visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
-        assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
+        assert_within_budget(torch.cat(pieces, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
         assert_within_budget(torch.cat(logged), *masses, name=f"layer {layer} lse")

@@ -86,11 +86,11 @@ def decode_step(
     """
     run = _writing(out, "decode_step", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
-    more |= {"windows": windows, "sink_logits": sink_logits}
-    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
+    options |= {"windows": windows, "sink_logits": sink_logits}
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **options)
 
 
 def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
@@ -190,7 +190,7 @@ def verify_step(
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
     if windows is None:
         windows = torch.full((len(positions),), rule.window, dtype=torch.int32, device=k.device)
     needed = rule.draft_query_bytes(q.shape[1] // k.shape[1], k.shape[2], q.dtype)
@@ -198,8 +198,8 @@ def verify_step(
         raise ValueError(
             f"the layout stages {pages.layout.draft_query_bytes} bytes of queries, the rule needs {needed}"
         )
-    more |= {"windows": windows, "sink_logits": sink_logits, "rule": rule, "scale": scale, "prefix": prefix}
-    return run(q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, **more)
+    options |= {"windows": windows, "sink_logits": sink_logits, "rule": rule, "scale": scale, "prefix": prefix}
+    return run(q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, **options)
 
 
 def _check_sinks(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -289,9 +289,9 @@ def prefill_chunk(
     """
     run = _writing(out, "prefill_chunk", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
-    more["sink_logits"] = sink_logits
-    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
+    options["sink_logits"] = sink_logits
+    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **options)
 
 
 def begin_tail(

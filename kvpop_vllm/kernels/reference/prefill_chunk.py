@@ -200,8 +200,8 @@ class _Heads:
             keys, values = (torch.cat(pair, 1) for pair in zip(self.before, (keys, values), strict=True))
             visible = torch.nn.functional.pad(visible, (self.before[0].shape[1], 0), value=True)
         rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
-        more = self.scale, self.bias, self.sink_logits
-        out, lse = masked_attention(rows, keys.float(), values.float(), visible, *more)
+        options = self.scale, self.bias, self.sink_logits
+        out, lse = masked_attention(rows, keys.float(), values.float(), visible, *options)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
     def _survivors(self, evicted_at, leaving_index, a, b, num_retained):

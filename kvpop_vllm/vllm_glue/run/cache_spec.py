@@ -81,8 +81,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             The blocks of its cartridges, with which it begins.
         """
         name, slots = request.request_id, self.slots(request)
-        for other in self.placed - set(self.req_to_blocks) - {name}:
-            self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
+        for request_id in self.placed - set(self.req_to_blocks) - {name}:
+            self._forget_cartridges(request_id)  # a request that was not admitted must not hold what others wait for
         self.requests[name] = slots
         self.final[name] = self.longest(request, max_model_len)
         length = min(slots.prefix + slots.budget + 1, self.final[name])

@@ -57,8 +57,8 @@ def check_imports(vllm: Path) -> None:
 
 def missing(names: Sequence[str]) -> ConfigError:
     """Return the error for functions or names that vLLM does not have."""
-    more = f" and {len(names) - 1} others" if names[1:] else ""
-    return ConfigError(f"this vLLM lacks {names[0]}{more}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
+    suffix = f" and {len(names) - 1} others" if names[1:] else ""
+    return ConfigError(f"this vLLM lacks {names[0]}{suffix}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
 
 
 def described(patch: Patch) -> str:

@@ -15,10 +15,10 @@ def add_cli_args(original, parser, *args, **kwargs):
     return parser
 
 
-def from_cli_args(original, cls, args, *more, **kwargs):
+def from_cli_args(original, cls, args, *positional, **kwargs):
     """Wrap the making of engine arguments: flags are in their ``additional_config`` by then."""
     merge_into(args)
-    return original(cls, args, *more, **kwargs)
+    return original(cls, args, *positional, **kwargs)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -41,9 +41,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
     @functools.wraps(parse)
     def parse_and_merge(*args, **kwargs):
-        namespace, rest = parse(*args, **kwargs)
+        namespace, unknown = parse(*args, **kwargs)
         merge_into(namespace)
-        return namespace, rest
+        return namespace, unknown
 
     parser.parse_known_args = parse_and_merge
 

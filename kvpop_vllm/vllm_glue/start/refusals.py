@@ -313,9 +313,9 @@ def check_layers(specs: Mapping[str, Any], shape: Any, drafted: bool = False) ->
         return CACHE_SPECS[kinds[extract_layer_index(name) % len(kinds)]]  # Falcon-H1 counts states after all layers
 
     if foreign := [name for name, spec in specs.items() if type(spec).__name__ not in expected(name)]:
-        more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
+        suffix = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
-            {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
+            {f"layers that bring an attention backend of their own ({foreign[0]}{suffix}): leave --kv-policy out": True}
         )
     ours = [name for name, spec in specs.items() if type(spec).__name__ in CACHE_SPECS[FULL]]
     if len(ours) > shape.num_layers:
