@@ -116,7 +116,7 @@ def parse_arguments():
     if max(options.budget) >= options.length or max(options.budget) >= options.context:
         parser.error("a budget must be below --length and --context: lower --budget")
     if options.prompt and "steps" in (options.parts or ()):
-        parser.error("a step behind a prompt is timed as one without: leave --prompt or steps out")
+        parser.error("a step after a prompt is timed as one without: leave --prompt or steps out")
     if options.best and options.policies:
         parser.error("--best chooses policies: leave --policies out")
     options.parts = options.parts or (["quality"] if options.prompt else list(FILES))

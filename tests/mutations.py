@@ -167,7 +167,10 @@ FAULTS = {
     ],
     f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot
-        ("outputs = min(max(protects - start«→ - 1», 0), len(q)), []", f"{PREFILL} -k 'however and linear and baseline'"),
+        (
+            "outputs = min(max(protects - start«→ - 1», 0), len(q)), []",
+            f"{PREFILL} -k 'however and linear and baseline'",
+        ),
     ],
     # C++
     f"{CPP}/include/kvpop/retain.h": [

@@ -111,7 +111,7 @@ NEARLY = ["kv_polcy", "kvpolicy", "kv-policy", "KV_policy", "kv_policy ", "kv-po
 NEARLY += ["kv_budget", "kv_scorer", "kv_sink", "kvpop"]
 
 
-def test_keys_beside_the_settings():
+def test_keys_next_to_the_settings():
     for key in NEARLY:
         assert "did you mean 'kv_policy'?" in refusal(check_spelling, {"kv_policy": {}, key: {}})
     for extra in ({}, {"kv_policy": {}}):
@@ -706,7 +706,7 @@ def test_asynchronous_scheduling_on_a_cpu(configure, llama):
         assert not configure(llama, policy, async_scheduling=True).scheduler_config.async_scheduling
 
 
-def test_a_cache_dtype_beside_another_of_the_model(configure, llama):
+def test_a_cache_dtype_next_to_another_of_the_model(configure, llama):
     """Since 0.33 vLLM itself refuses it, with a policy or without."""
     with pytest.raises(ValueError, match="leave --kv-cache-dtype out|set `--kv-cache-dtype` to `auto`"):
         configure(llama, STREAMING, dtype="float32", kv_cache_dtype="bfloat16")

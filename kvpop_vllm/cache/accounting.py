@@ -64,7 +64,7 @@ def kept_tokens(
     """
     protected = min(protected, length)
     # sinks of a request with a prefix lie in it
-    sinks = retention.sinks - retention.behind(protected).sinks
+    sinks = retention.sinks - retention.after_prefix(protected).sinks
     counts: Counter[int] = Counter()
     for budget, many in (shares.counts if shares else {retention.budget: heads}).items():
         counts[protected + min(length - protected, budget - sinks)] += many

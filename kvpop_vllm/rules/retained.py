@@ -51,7 +51,7 @@ def held_tokens(
     if tokens_seen <= protected:
         return is_held
     filled = filled_slots(pages, row) if rule.threshold is not None else None
-    retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
+    retention = Retention(int(budgets.max()), rule.sinks, rule.window).after_prefix(protected)
     slots = slot_positions(pages, row, tokens_seen, retention, filled)
     # a tail after a prefix has no sink slots
     tail_budgets = budgets - rule.sinks if protected else budgets

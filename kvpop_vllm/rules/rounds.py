@@ -106,7 +106,7 @@ def layer_rounds(
             groups.setdefault(size, []).append(head)
     return [
         EqualRoles(
-            Retention(size, sinks, window).behind(prefix),
+            Retention(size, sinks, window).after_prefix(prefix),
             longest if interval(every, size - sinks - window) >= longest else shortest,
             heads if len(heads) < len(budgets) else None,
         )

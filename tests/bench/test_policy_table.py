@@ -223,7 +223,7 @@ def test_timed_steps_are_real_ones(name):
         torch.testing.assert_close(decoded, expected, rtol=0, atol=2e-5)
 
 
-def test_policies_with_a_calibration_stand_beside_equal_shares(bench, folder, tmp_path):
+def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, tmp_path):
     shape = ModelShape.of(folder / "model", 700)
     sizes = {name: getattr(shape, name) for name in SIZES} | {"rope": shape.rope}
     shares = tuple((0.5 + layer,) * shape.num_kv_heads for layer in range(shape.num_layers))

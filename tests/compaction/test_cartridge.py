@@ -197,7 +197,7 @@ REFUSALS = {
     "pickle as tensors": (raw_tensors(pickle.dumps({})), "it is a pickle, convert it with 'kvpop import'"),
     "zip as tensors": (raw_tensors(b"PK\x03\x04" + bytes(20)), "it is a pickle"),
     "pickle in the folder": (pickled_instead, "cache.pt is a pickle.*kvpop import"),
-    "pickle beside the config": (pickled_tensors, "weights.bin is a pickle.*kvpop import"),
+    "pickle next to the config": (pickled_tensors, "weights.bin is a pickle.*kvpop import"),
 }
 """Damage of a folder, and what the error says."""
 

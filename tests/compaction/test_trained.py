@@ -79,7 +79,7 @@ def test_sparse_teacher_by_hand():
     torch.testing.assert_close(unlisted_chance, torch.tensor([0.25, 0.0]), rtol=0, atol=1e-6)
 
 
-def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corpus, finished):
+def test_stored_candidates_are_those_of_the_teacher_after_the_chunk(model, corpus, finished):
     """Each position has the TOP most likely tokens, and the sampled one even if it is none of them."""
     text, outside = list(corpus.read_bytes()), 0
     rows = read_conversations(finished / "run" / "conversations.jsonl")
@@ -104,7 +104,7 @@ def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corp
     assert outside
 
 
-def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, finished, base):
+def test_loss_is_that_of_transformers_after_the_slots(model, corpus, finished, base):
     """Conversations in one pack see the cache and themselves alone, and positions go on at P."""
     pack = read_conversations(finished / "run" / "conversations.jsonl")[:3]
     layers = read_corpus(base, list(corpus.read_bytes())[:SLOTS])
@@ -148,7 +148,7 @@ def first_slots(base, corpus) -> list:
     return [(k, v, None) for k, v in read_corpus(base, list(corpus.read_bytes())[:SLOTS])]
 
 
-def test_only_slots_behind_the_first_are_trained(corpus, finished, base, tmp_path):
+def test_only_slots_after_the_first_are_trained(corpus, finished, base, tmp_path):
     start = first_slots(base, corpus)
     rows = read_conversations(finished / "run" / "conversations.jsonl")[:4]
     cache = TrainedCache(start)

@@ -354,7 +354,7 @@ def test_a_request_that_waits_holds_no_copies(served):
         manager.requests.pop(name)
 
 
-def test_prefixes_behind_a_cartridge_are_shared(served):
+def test_prefixes_after_a_cartridge_are_shared(served):
     """The prefix cache tells cartridges apart, and shares protected prompts after the same ones, and no others."""
     text = random_prompt(100, seed=3)
     jobs = [Job(prompt=text, new=4, asks=named(*names)) for names in (("plain",), ("later",), ("biased",))]
@@ -418,7 +418,7 @@ def test_cartridges_that_cannot_be_served(tiny_model, tmp_path, changes, setting
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_policy_everything_behind_a_cartridge_is_kept(tiny_model, tmp_path):
+def test_without_a_policy_everything_after_a_cartridge_is_kept(tiny_model, tmp_path):
     folder = write(tmp_path / "c", tiny_model("qwen3"), "plain")
     config = configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]})
     policy = engine_policy(config)
@@ -463,7 +463,7 @@ def inputs(request, tmp_path_factory):
     renderer.shutdown()
 
 
-def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
+def test_prompts_after_a_cartridge_in_front_are_the_fits(inputs):
     """Texts and chats have no BOS there, in engines and in servers; ids that a client gave stay as they are."""
     tokenizer, renderer, served = inputs
     place, text = place_of(tokenizer, "front"), "\n\nWhat?\n\n"
@@ -471,7 +471,7 @@ def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
     slots = SLOTS["plain"]
     echoed = renderer.default_cmpl_tok_params.with_kwargs(needs_detokenization=True)
 
-    def behind(prompt):
+    def after(prompt):
         ids = served(prompt, **named("a"))
         assert len(set(ids[: slots + 1])) == 1
         return ids[slots:]
@@ -480,14 +480,14 @@ def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
         (engine_input,) = renderer.render_cmpl([prompt], params)
         return engine_input
 
-    assert behind(completed({"prompt": text})) == behind(completed({"prompt": text}, echoed)) == fit
-    assert behind(completed({"prompt": f"<bos>{text}"})) == [BOS, *fit]  # the client's own
+    assert after(completed({"prompt": text})) == after(completed({"prompt": text}, echoed)) == fit
+    assert after(completed({"prompt": f"<bos>{text}"})) == [BOS, *fit]  # the client's own
     assert served(completed({"prompt": text})) == [BOS, *fit]  # without a cartridge
     for ids in ([BOS, *fit], fit, [BOS, BOS, *fit]):
         for params in (None, echoed):
-            assert behind(completed({"prompt_token_ids": ids}, params)) == ids
+            assert after(completed({"prompt_token_ids": ids}, params)) == ids
     chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
     messages = [{"role": "user", "content": "What?"}]
     rendered = [renderer.render_chat([messages], chat), asyncio.run(renderer.render_chat_async([messages], chat))]
     for _, (engine_input,) in rendered:
-        assert list(b"\n\n") + behind(engine_input) == place.asking("What?")
+        assert list(b"\n\n") + after(engine_input) == place.asking("What?")

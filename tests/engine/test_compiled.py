@@ -86,7 +86,7 @@ def test_the_shim_is_still_needed():
     assert not hasattr(BundledAOTAutogradSerializableCallable, "finalize_loading")
 
 
-def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeypatch):
+def test_gates_of_another_make_are_compiled_again(folder, compiler_cache, monkeypatch):
     from vllm.compilation import caching
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry

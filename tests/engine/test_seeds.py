@@ -23,7 +23,7 @@ def test_a_seed_gives_the_same_tokens_in_chunks(engine):
     assert tokens[0] == tokens[1] and len(set(tokens[0][0])) > 4
 
 
-def test_an_abort_beside_it_changes_no_draw(engine):
+def test_an_abort_next_to_it_changes_no_draw(engine):
     """Rows of a step move when a request ends; each generator stays with its request."""
     engine.chunk(7)
     job, other_job = Job(60, new=16, scored=False, temperature=1.0), Job(30, new=40, scored=False)

@@ -30,7 +30,7 @@ def folders(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("names", [("biased",), ("plain", "biased")])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
+def test_rows_after_cartridges_are_the_oracles(case, folders, name, names):
     """Padded rows of several lengths share the slots. A copy goes on, and so does a second batch."""
     kind, policy, options = CASES[name]
     model, matrix_case = case(kind, policy, **options)
@@ -99,7 +99,7 @@ def test_layers_without_rotation_are_not_turned(tmp_path):
 
 
 @pytest.mark.parametrize("template", [None, CHAT, f"<bos>{CHAT}"])
-def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
+def test_prompts_after_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
     """After a cartridge that holds BOS neither texts nor chats have another. After a chat's head they have no head."""
     folder, model = tiny("llama")
     tokenizer = byte_tokenizer(template, bos=True)

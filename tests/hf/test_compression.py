@@ -25,9 +25,9 @@ def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
             **padded([PROMPT]), past_key_values=chunked, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
         )
         assert out[0, 150:].tolist() == expected and torch.equal(chunked.held(), at_once.held())
-    text, anew = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
-    assert generate(model, at_once, [text], 10) == generate(model, anew, [text], 10)
-    assert torch.equal(at_once.held(), anew.held())
+    text, fresh = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
+    assert generate(model, at_once, [text], 10) == generate(model, fresh, [text], 10)
+    assert torch.equal(at_once.held(), fresh.held())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -42,7 +42,7 @@ def test_what_is_not_retained_is_freed(case, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_text_goes_on_behind_its_prompt(case, policy):
+def test_a_text_goes_on_after_its_prompt(case, policy):
     """A text whose first 40 tokens are its prompt is a prompt of 40 tokens, and the rest token by token."""
     model, served = case("llama", policy)
     ids, at_once, split = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **served.settings, prompt=40) for _ in "ab")

@@ -25,11 +25,11 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
     texts = [[*prompt, *middle, *random_prompt(20, seed=5)] for prompt, middle in zip(prompts, together, strict=True)]
     later = generate(model, cache, texts, 30)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        alone, anew = KVpopCache(model, **settings), KVpopCache(model, **settings)
+        alone, fresh = KVpopCache(model, **settings), KVpopCache(model, **settings)
         assert generate(model, alone, [prompt], 40)[0] == together[row] and torch.equal(alone.held(), held_by_row[row])
         assert bool(alone.held()[..., : protected[row]].all())
-        assert generate(model, alone, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
-        assert torch.equal(alone.held(), anew.held()) and torch.equal(alone.held(), cache.held(row))
+        assert generate(model, alone, [text], 30)[0] == generate(model, fresh, [text], 30)[0] == later[row]
+        assert torch.equal(alone.held(), fresh.held()) and torch.equal(alone.held(), cache.held(row))
 
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])

@@ -43,7 +43,7 @@ SERVED = {
     "biases, newest mass, queries wider than the cache": dict(
         case="mass-newest", dtype=F16, q_dtype=torch.float32, biased=BIASED
     ),
-    "biases, mlstm whose state begins behind them": dict(case="mlstm", biased=BIASED),
+    "biases, mlstm whose state begins after them": dict(case="mlstm", biased=BIASED),
     "biases, moments": dict(case="moment-corrected", biased=BIASED),
     "heads of 512": dict(case="mass-newest", dtype=F16, group=4, size=512),
     "sinks, three query heads of 80": dict(case="none", heads=2, group=3, size=80, has_sinks=True),

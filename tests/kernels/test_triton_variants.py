@@ -12,7 +12,7 @@ from kvpop_vllm.kernels import ops
 CASES = {
     "mlstm": ("mlstm-norm-skip", 0),
     "own decays": ("gate_scores-ages", 0),
-    "behind a prefix": ("key-norm", 18),
+    "after a prefix": ("key-norm", 18),
     "token by token": ("mass-mean", 0),
 }
 WARM_UP = 37, 1, 20, 3

@@ -205,7 +205,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", type=positive, default=10_000, help="damaged files, over all kinds")
     parser.add_argument("--seed", type=int, default=0, help="of the damages")
     parser.add_argument("--seconds", type=positive, default=10, help="most seconds of CPU time for one file")
-    parser.add_argument("--gigabytes", type=positive, default=1, help="most memory beside that of the imports")
+    parser.add_argument("--gigabytes", type=positive, default=1, help="most memory in addition to that of the imports")
     parser.add_argument("--kind", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -341,7 +341,7 @@ class RetentionRule(Retention):
     float64. Of equal scores the older token is evicted. For the roles of slots see :class:`Retention`. A rule
     has no budget, which each request and head has of its own.
 
-    After a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
+    After a protected prefix of p tokens the rule is that of the tail (:meth:`after_prefix`).
 
     Attributes:
         sinks: s.
@@ -392,7 +392,7 @@ class RetentionRule(Retention):
         """Raise AttributeError: a rule has no budget."""
         raise AttributeError("a rule has no budget: ask the Retention of a request for its long-range slots")
 
-    def behind(self, prefix: int) -> RetentionRule:
+    def after_prefix(self, prefix: int) -> RetentionRule:
         """Return the rule of the tail after ``prefix`` protected tokens."""
         return replace(self, sinks=0, first=prefix) if prefix else self
 

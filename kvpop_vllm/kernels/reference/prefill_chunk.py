@@ -55,7 +55,7 @@ def prefill_chunk(
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        tail_rule = rule.behind(protect).of_heads(heads)
+        tail_rule = rule.after_prefix(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
         bias = None if biases is None else biases[heads]
         drawn = None if keys is None else keys[0, heads]

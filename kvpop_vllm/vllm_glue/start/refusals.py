@@ -125,7 +125,7 @@ def check_config(vllm_config: Any) -> None:
             f"a quantised KV cache ({cache}): set --kv-cache-dtype to the model's own dtype": (
                 cache not in ("auto", *DTYPES["cuda"])
             ),
-            f"a {cache} KV cache beside a {model_dtype} model: leave --kv-cache-dtype out": (
+            f"a {cache} KV cache next to a {model_dtype} model: leave --kv-cache-dtype out": (
                 cache in DTYPES["cuda"] and cache != model_dtype
             ),
             f"the {platform} platform yet: serve on a CPU or an NVIDIA GPU, or leave --kv-policy out": (
