@@ -73,7 +73,7 @@ class Training:
     init: str | None = None
 
     def check(self) -> None:
-        """Check the numbers."""
+        """Check that the learning rate is positive and finite, and that there are conversations for a batch."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.02, or less if the loss rises")
         if self.batch > self.conversations:

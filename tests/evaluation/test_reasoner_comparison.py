@@ -159,7 +159,7 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
 
 
 def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
-    """Budgets are named by compression, problems of the same seed and another kind are others, and the best is first."""
+    """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
     monkeypatch.setattr(compare, "COMPRESSIONS", {4: (4,), 8: (8,)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}

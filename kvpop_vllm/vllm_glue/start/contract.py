@@ -73,7 +73,10 @@ def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
 
 
 def missing_names(vllm: Path) -> list[str]:
-    """Return the names that the glue imports from vLLM and vLLM lacks; a name that it imports from both of MOVED has either."""
+    """Return the names that the glue imports from vLLM and vLLM lacks.
+
+    A name that is imported from both places of :data:`MOVED` is needed in one of them.
+    """
     names = set(imported_names())
 
     def places(module: str, name: str) -> list[str]:
