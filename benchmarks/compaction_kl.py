@@ -20,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.cartridge_training import stop_tokens
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses

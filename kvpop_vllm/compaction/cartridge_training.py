@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
+from kvpop_vllm.compaction.base_model import base_of, check_base
 from kvpop_vllm.compaction.cartridge import (
     CONFIG_NAME,
     TENSORS_NAME,
     Cartridge,
     CartridgeConfig,
     Layer,
-    base_of,
-    check_base,
     looks_like_cartridge,
     read_cartridge,
     write_cartridge,

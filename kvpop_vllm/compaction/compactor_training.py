@@ -13,8 +13,9 @@ import torch
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.base_model import base_of
 from kvpop_vllm.compaction.cache_attention import Recorder, log_probabilities
-from kvpop_vllm.compaction.cartridge import Layer, base_of
+from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load

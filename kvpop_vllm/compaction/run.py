@@ -15,7 +15,8 @@ import torch
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.calibration.shares import read_calibration
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, write_cartridge
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_after, self_study

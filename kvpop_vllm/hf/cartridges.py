@@ -9,7 +9,8 @@ from os import PathLike
 
 import torch
 
-from kvpop_vllm.compaction.cartridge import check_base, layer_at, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.supported import refused_beside

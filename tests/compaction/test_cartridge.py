@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvpop_vllm.compaction.base_model import base_of, check_base
 from kvpop_vllm.compaction.cartridge import (
     CONFIG_NAME,
     TENSORS_NAME,
     CartridgeConfig,
-    base_of,
-    check_base,
     read_cartridge,
     read_config,
     write_cartridge,

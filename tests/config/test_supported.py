@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction.cartridge import check_attention
+from kvpop_vllm.compaction.base_model import check_attention
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (

@@ -17,7 +17,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers import ChatParams
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load

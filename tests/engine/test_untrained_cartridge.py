@@ -4,7 +4,8 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, watched
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, write_cartridge
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing import random_prompt

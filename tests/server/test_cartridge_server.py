@@ -11,7 +11,8 @@ import torch
 from serving import Server
 from transformers import AutoTokenizer
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, write_cartridge
 from kvpop_vllm.compaction.prompt_place import place_of
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"

@@ -27,7 +27,8 @@ from hypothesis import strategies as st
 
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.calibration.shares import Calibration, read_calibration
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.compactor_files import CompactorConfig, read_compactor, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape

@@ -16,7 +16,8 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder
