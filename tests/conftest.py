@@ -186,3 +186,12 @@ def threads_of_the_process():
 
     with same_threads():
         yield
+
+
+@pytest.fixture(scope="module")
+def few_threads():
+    """Run a module on one torch thread, because tiny models gain nothing from more."""
+    from threads import one_thread
+
+    with one_thread():
+        yield

@@ -71,10 +71,6 @@ class QueryStatistics:
         rope = rope_at(self.rope, layer)
         return torch.zeros(0).double() if rope is None else inverse_frequencies(rope, self.head_dim).double()
 
-    def concentration(self, layer: int) -> torch.Tensor:
-        """Return the norm of the mean query over the mean norm, ``[Hq, F]`` from 0 to 1, of a layer."""
-        return band_norms(self.mean[layer], len(self.frequencies(layer))) / self.norm[layer].clamp_min(1e-12)
-
     def check(self, source: str) -> None:
         """Check sizes, rope parameters and tensors; ``source`` names the folder in errors."""
         SCHEMA.check(vars(self), RULES, source)

@@ -88,7 +88,6 @@ def train_cartridge(
     *,
     engine: Engine | None = None,
     save_every: int = 50,
-    quiet: bool = False,
 ) -> CartridgeConfig:
     """Start or continue the training of a cartridge, write it, print one line, and return its config.
 
@@ -100,7 +99,6 @@ def train_cartridge(
         training: further options.
         engine: makes conversations, None for transformers.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
 
     Raises:
         TrainingError: training cannot go on.
@@ -136,8 +134,8 @@ def train_cartridge(
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
-    watched = {"save_every": save_every, "quiet": quiet}
-    last = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, **watched).run()
+    trainer = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, save_every=save_every)
+    last = trainer.run()
 
     provenance = {"kvpop": __version__, "corpus": corpus, "arguments": arguments}
     config = CartridgeConfig(

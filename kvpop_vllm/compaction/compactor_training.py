@@ -156,7 +156,6 @@ def train_compactor(
     options: StillOptions,
     *,
     save_every: int = 50,
-    quiet: bool = False,
 ) -> CompactorConfig:
     """Start or continue the training of a compactor, write it, print one line, and return its config.
 
@@ -166,7 +165,6 @@ def train_compactor(
         out: folder to write. ``out/run`` holds tokens, checkpoints and metrics.
         options: what to do.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
 
     Raises:
         TrainingError: training cannot go on.
@@ -198,7 +196,7 @@ def train_compactor(
     loaded = load(model, options.dtype)
     compactor = config.build().to(next(loaded.parameters()).device)
     compactor.measure(read_corpus(loaded, first))
-    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every, quiet=quiet).run()
+    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every).run()
     write_next_to_run(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""
     size = (Path(out) / TENSORS_NAME).stat().st_size

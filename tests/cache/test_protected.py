@@ -8,7 +8,6 @@ import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 from policies.matrix import SHARES
-from threads import one_thread
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
@@ -22,13 +21,9 @@ from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.retained import held_tokens
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 HEADS, SIZE = 2, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold=False):

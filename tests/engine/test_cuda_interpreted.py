@@ -14,6 +14,7 @@ from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.profile_run import worst_case_batches
+from kvpop_vllm.cache.divided_heads import SharesByVotes
 from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels import ops
@@ -72,17 +73,21 @@ class Layers:
 
     def expected(self, q, k, v, counts, lengths, rows, slots):
         """Return the outputs of the CPU's path with the reference kernels."""
-        out = torch.empty_like(q)
+        out, policy = torch.empty_like(q), self.group.backend.policy
+        table = torch.zeros(len(counts), 32, dtype=torch.int32)
+        for row, blocks in zip(table, rows, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks)
+        after = policy.compression and list(map(policy.compression.after, slots))
         for i, impl in enumerate(self.impls):
             layout, shares = impl.attention.layout, EqualHeads(HEADS)
             pages = blocks_of = layout.view(self.cpu[i])
-            if impl.shares is not None:
+            if policy.adaptive_head_budgets:
+                shares = SharesByVotes(blocks_of, policy.compression, policy.retention.budget)
+                pages = shares.pages
+            elif impl.shares is not None:
                 shares = cached_region_shares(impl.shares, layout, BLOCKS)
                 pages = shares.view(self.cpu.view(-1))
-            table = torch.zeros(len(counts), 32, dtype=torch.int32)
-            for row, blocks in zip(table, rows, strict=True):
-                row[: len(blocks)] = torch.tensor(blocks)
-            step = plan_batch(layout, slots, counts, lengths, table).batch(shares, i)
+            step = plan_batch(layout, slots, counts, lengths, table, after).batch(shares, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference", impl.sinks)
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out

@@ -184,20 +184,12 @@ def test_two_workers(alone, workers):
 
 
 @pytest.fixture
-def asynchronous(alone, monkeypatch):
-    """Return a function that starts an engine with asynchronous scheduling, which vLLM turns off on a CPU."""
-    from vllm.platforms.cpu import CpuPlatform
+def start_asynchronous(alone, asynchronous):
+    """Return a function that starts an engine with asynchronous scheduling."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def update_and_leave_on(cls, config):
-        update(cls, config)
-        config.scheduler_config.async_scheduling = True
 
     @contextmanager
     def start(**options):
-        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
         matrix_case, _ = alone
         with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True, **options) as llm:
             scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -207,9 +199,9 @@ def asynchronous(alone, monkeypatch):
     return start
 
 
-def test_asynchronous_scheduling(alone, asynchronous):
+def test_asynchronous_scheduling(alone, start_asynchronous):
     """A step is scheduled before the one before has its token: the token in flight is part of a snapshot."""
-    with asynchronous() as (llm, scheduler):
+    with start_asynchronous() as (llm, scheduler):
         assert conversation(llm) == alone[1]
         ask(llm, random_prompt(90, seed=7), new=1)
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -217,10 +209,10 @@ def test_asynchronous_scheduling(alone, asynchronous):
         assert llm.reset_prefix_cache()
 
 
-def test_asynchronous_scheduling_under_load(asynchronous):
+def test_asynchronous_scheduling_under_load(start_asynchronous):
     """Chats whose prompts are cut, preempted and have an ending of their template have the tokens of turns from scratch."""
     ending = [250, 251]
-    with asynchronous(max_num_batched_tokens=48, num_gpu_blocks_override=301) as (llm, scheduler):
+    with start_asynchronous(max_num_batched_tokens=48, num_gpu_blocks_override=301) as (llm, scheduler):
         histories, hits = [random_prompt(70 + 9 * i, seed=i) for i in range(5)], []
         for number in range(3):
             prompts = [[*history, *ending] for history in histories]

@@ -6,23 +6,18 @@ import numpy as np
 import pytest
 import torch
 from policies.matrix import made
-from threads import one_thread
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import oracle_matching
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 HEADS, GROUP, SIZE, BUDGET, WINDOW, MORE = 2, 2, 16, 40, 12, 50
 SCALE = SIZE**-0.5
 PROMPTS = [1, WINDOW - 1, WINDOW, WINDOW + 1, BUDGET - 1, BUDGET, BUDGET + 1, 70, 110]
 MODEL = ModelShape("llama", 2, HEADS, SIZE, 1024, num_heads=HEADS * GROUP)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def policy(**settings):

@@ -24,7 +24,6 @@ from policies.matrix import (
     random_statistics_folder,
     shared_by,
 )
-from threads import one_thread
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
@@ -41,6 +40,8 @@ from kvpop_vllm.testing import (
     write_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
 BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
@@ -50,12 +51,6 @@ NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and no
 """Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
 ALLOCATED = [*(name for name in ALLOCATORS if name != "ada"), str(SHARES)]
 COMBINATIONS = list(itertools.product(NAMES, ALLOCATED, CORRECTIONS))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def test_every_policy_has_a_row():
