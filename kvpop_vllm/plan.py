@@ -215,7 +215,7 @@ class Planned:
         kinds = f" with full attention of {self.shape.model_layers}" if self.shape.kinds else ""
         return (
             f"{pool.full_layers} layers{kinds}{staged}, {self.heads} KV heads of {self.shape.head_dim}{parallel},"
-            f" {str(self.dtype).removeprefix('torch.')}; requests of {self.length} tokens, {binary_size(self.options.kv_memory)} of KV memory,"
+            f" {str(self.dtype).removeprefix('torch.')}; requests of {self.length} tokens, {size_text(self.options.kv_memory)} of KV memory,"
             f" {pool.sizes.slots} slots a block"
         )
 
@@ -303,7 +303,7 @@ def _before(model: Planned, pool: Pool, scorer: ScorerKinds) -> list[str]:
     if scorer.kind != "mlstm" and (scorer.of_model is None or scorer.of_model.scorer != "mlstm"):
         notes.append("kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     for kind, groups, layers in pool.stock:
-        size = binary_size(groups * pool.blocks_of(kind, length) * pool.block_bytes)
+        size = size_text(groups * pool.blocks_of(kind, length) * pool.block_bytes)
         twice = (
             ", and as much again where prefixes are cached" if kind.state_bytes and length > pool.sizes.slots else ""
         )
@@ -336,7 +336,7 @@ def _large_blocks(
         same = f"; {equal} tokens cost the same" if equal != budget else ""
         lines.append(
             f"{', '.join(names)}, {budget} tokens: blocks are as large as a recurrent state ({slots} slots,"
-            f" {binary_size(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
+            f" {size_text(pool.block_bytes)}); a request holds {request.blocks - stock} for slots and {stock} for other layers,"
             f" {100 * (1 - request.canonical / request.allocated):.0f}% of them unused{same}"
         )
     return lines
@@ -507,8 +507,8 @@ def _row(name: str, budget: int, policy_bytes: CacheBytes, pool: int, stock: Cac
     return (
         name,
         str(budget),
-        binary_size(policy_bytes.canonical),
-        binary_size(policy_bytes.allocated),
+        size_text(policy_bytes.canonical),
+        size_text(policy_bytes.allocated),
         f"{float(fit(policy_bytes)):.1f}",
         ratio,
     )
@@ -523,7 +523,7 @@ def _table(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-def binary_size(count: int) -> str:
+def size_text(count: int) -> str:
     """Return a number of bytes in the largest unit of which it has one."""
     for unit in ("GiB", "MiB", "KiB"):
         if count >= UNITS[unit[:-1]]:
