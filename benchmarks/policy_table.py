@@ -241,8 +241,8 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
         mine = folders.get(cls.name, [])
         if not mine:
             broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
-        one = len(mine) == 1
-        specs += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
+        single = len(mine) == 1
+        specs += [replace(c, name=cls.name if single else f"{cls.name}, {c.scorer}") for c in mine]
     return specs, broken
 
 

@@ -194,7 +194,7 @@ class Comparison:
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
         prompts, lengths = (
             [len(tokenizer(text)["input_ids"]) for text in texts]
-            for texts in zip(*((one["prompt"], one["prompt"] + one["response"]) for one in problems), strict=True)
+            for texts in zip(*((row["prompt"], row["prompt"] + row["response"]) for row in problems), strict=True)
         )
         budget = (min(lengths) - max(prompts)) // compression
         fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
@@ -246,7 +246,7 @@ class Comparison:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        names, variants = list(names), [name for one in names for name in (one, *self._with_trained_shares(one))]
+        names, variants = list(names), [name for base in names for name in (base, *self._with_trained_shares(base))]
         if any(not self._has(self.records / f"{name}.jsonl", self.rows) for name in variants):
             self._prepare()
         for name in variants:
@@ -332,7 +332,7 @@ class Comparison:
         """Write the tables of all records; differences are from the policy ``against``."""
         records = self._records()
         (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
-        pooled = [one | {"kind": "all", "unit": f"{one['kind']} {one['unit']}"} for one in records]
+        pooled = [record | {"kind": "all", "unit": f"{record['kind']} {record['unit']}"} for record in records]
         curves = curves_of(summarise_reasoning(pooled, against))
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
         tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items())

@@ -94,10 +94,10 @@ class Chunks:
     def part(self, r: int, start: int | None = None, end: int | None = None) -> Chunks:
         """Return the tokens at positions ``[start, end)`` of chunk r, by default all, as chunks of one request."""
         start, end = self.starts[r] if start is None else start, self.ends[r] if end is None else end
-        first, one = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
+        first, row = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
         names = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after", "closes")
-        columns = {name: None if (x := getattr(self, name)) is None else x[one] for name in names}
-        columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
+        columns = {name: None if (x := getattr(self, name)) is None else x[row] for name in names}
+        columns["prefix"] = None if self.prefix is None else self.prefix.of(row)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
         # what is memoised is of all chunks
         return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})

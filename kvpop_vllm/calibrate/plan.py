@@ -94,8 +94,8 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
     for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
-            why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
-            raise ConfigError(f"{flag} {name} {why}")
+            end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
+            raise ConfigError(f"{flag} {name} {end}")
     names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}

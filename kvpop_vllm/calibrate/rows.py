@@ -55,7 +55,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     encoder = DocumentEncoder(tokenizer, vocab_size)
     documents = documents_of(find_sources(paths)) if paths else _own_documents(tokenizer)
     pieces = list((_documents if protect else _passages)(encoder, documents, length))
-    pieces = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]  # first those that begin a document
+    pieces = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]  # first those that begin a document
     units = units_of([row for row, _ in pieces])
     numbers = list(dict.fromkeys(units))
     random.Random(0).shuffle(numbers)  # a text may take turns between kinds of documents

@@ -129,8 +129,8 @@ def train_cartridge(
         # a function, since a run whose conversations are complete starts no sampler
         engine_options = model, options.dtype, chunk + room, stop_tokens(model, tokenizer)
         sampler = partial(_start_sampler, engine, loaded, *engine_options)
-        path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
-        conversations = _conversations(path, place, tokens, training.conversations, sampler, **how)
+        path, limits = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
+        conversations = _conversations(path, place, tokens, training.conversations, sampler, **limits)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
@@ -178,14 +178,14 @@ def _conversations(
     tokens: list[int],
     count: int,
     start_sampler: Callable[[], AbstractContextManager[Sampler]],
-    **how: int,
+    **options: int,
 ) -> list[Conversation]:
     """Return the conversations of a run. Those that its file lacks are made first."""
     todo = -(-count // ROUND) - _rounds(path, count)
     # a finished file needs no engine, whose start takes longest
     if todo:
         with start_sampler() as sample, progress(todo, "rounds of conversations") as tick:
-            make_conversations(path, place, tokens, count, sample, **how, done=lambda: tick(1))
+            make_conversations(path, place, tokens, count, sample, **options, done=lambda: tick(1))
     return read_conversations(path)
 
 

@@ -98,12 +98,12 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     began = time.monotonic()
     check_new(out)
     base = base_of(model)
-    still = None
+    compactor = None
     if options.method == "still":
         if options.compactor is None:
             raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
-        still = read_compactor(options.compactor, model, options.slots)
-        options = replace(options, slots=still.config.slots)
+        compactor = read_compactor(options.compactor, model, options.slots)
+        options = replace(options, slots=compactor.config.slots)
     slots, budgets = slots_of(options, base)
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
@@ -112,17 +112,17 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     text, corpus = corpus_of(place, data)
     check_length(place, len(corpus), slots, options.method, positions_of(read_model_config(model)))
     loaded = load(model, options.dtype)
-    if still is None:
+    if compactor is None:
         layers, position = layers_of(loaded, place, corpus, slots, budgets, options)
     else:
         tokens = place.around(corpus)
-        layers, position = compacted(loaded, still.module, tokens), len(tokens)
+        layers, position = compacted(loaded, compactor.module, tokens), len(tokens)
     arguments = {name: value for name, value in vars(options).items() if name != "matching"}
     provenance = {
         "kvpop": __version__,
         "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(corpus)},
         "arguments": arguments | {"matching": vars(options.matching)},
-    } | ({"compactor": {"sha256": still.digest}} if still else {})
+    } | ({"compactor": {"sha256": compactor.digest}} if compactor else {})
     method = "last" if options.method == "truncation" else options.method
     config = CartridgeConfig(
         **base, slots=slots, next_position=position, method=method, provenance=provenance, head=place.head
@@ -220,9 +220,9 @@ def layers_of(
     chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":
-        how = {"answers": options.answers, "seed": options.seed}
+        settings = {"answers": options.answers, "seed": options.seed}
         with progress(options.answers, "answers") as tick:
-            reference = self_study(model, place, corpus, caches, positions, **how, done=lambda: tick(1))
+            reference = self_study(model, place, corpus, caches, positions, **settings, done=lambda: tick(1))
     else:
         reference = repeat_prefill(place, corpus, chunks, positions)
     with progress(len(budgets), "layers") as tick:

@@ -165,7 +165,7 @@ class Corpus:
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
-        answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
+        answers = [answer.tokens for answer in self.sampler(tokens, prompts, ANSWER, seeds)]
         logp = [
             self.logp_after(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)
         ]

@@ -128,8 +128,8 @@ def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> st
 
 
 def _keys(draw: random.Random, count: int) -> list[str]:
-    every = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
-    return draw.sample(every, count)
+    names = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    return draw.sample(names, count)
 
 
 def _numbers(draw: random.Random, count: int, digits: int) -> list[str]:
@@ -201,9 +201,9 @@ def words(draw: random.Random, sentences: list[str], depth: float, digits: int) 
     vocabulary = dict.fromkeys(
         word.lower() for sentence in sentences for word in re.findall(r"\b[a-zA-Z]{4,10}\b", sentence)
     )
-    every = list(vocabulary)
-    draw.shuffle(every)
-    common, uncommon = every[:COMMON], every[COMMON:]
+    words = list(vocabulary)
+    draw.shuffle(words)
+    common, uncommon = words[:COMMON], words[COMMON:]
     # drawn once, so that body(n) is the same text whenever it is called
     mixed = draw.random()
 
@@ -262,8 +262,8 @@ def _digits_right(number: str, answer: str) -> float:
     best = 0.0
     # 1,000 is read as 1000
     for written in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
-        same = next(
+        match = next(
             (i for i, (a, b) in enumerate(zip(number, written, strict=False)) if a != b), min(len(number), len(written))
         )
-        best = max(best, same / max(len(number), len(written)))
+        best = max(best, match / max(len(number), len(written)))
     return best

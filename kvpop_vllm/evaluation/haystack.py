@@ -87,16 +87,16 @@ def single_documents(
             yield Row(ids[:length], [document.origin], [key_of(document)])
 
 
-def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **places) -> Iterator[Row]:
+def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *options, **places) -> Iterator[Row]:
     """Yield a row of each file or folder in turn, as long as it has one.
 
     Args:
         rows: :func:`replay_rows` or :func:`single_documents`.
         paths: files or folders.
-        how: further arguments of ``rows``.
+        options: further arguments of ``rows``.
         places: further arguments of ``rows``.
     """
-    streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
+    streams = [rows([path], *options, **places) for path in dict.fromkeys(paths)]
     while streams:
         # each file gives one row before any gives its next
         next_rows = [(stream, next(stream, None)) for stream in streams]

@@ -75,5 +75,5 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
             raise ConfigError(
                 f"{folder} and {folders[0]} were made with different system messages or places: leave one out"
             )
-    joined = [tuple(torch.cat(same, 1) for same in zip(*layer, strict=True)) for layer in zip(*tensors, strict=True)]
+    joined = [tuple(torch.cat(pair, 1) for pair in zip(*layer, strict=True)) for layer in zip(*tensors, strict=True)]
     return Slots(slots, joined, heads[0] if heads else [])

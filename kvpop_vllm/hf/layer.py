@@ -48,9 +48,9 @@ class SequenceLengths:
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
-        one = all(count == 1 for count in counts)
+        single = all(count == 1 for count in counts)
         # a number needs no copy from the host, so that a decode step does not wait
-        self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
+        self.positions.add_(1 if single else torch.tensor(counts, device=self.positions.device))
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the tensors."""

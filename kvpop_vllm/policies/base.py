@@ -82,8 +82,8 @@ class Policy(Declaration):
         if folder is None or (self.calibrated and not has_shares(folder)):
             return None
         if self.keeps_all or self.compresses:
-            why = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
-            raise ConfigError(f"--kv-policy {self.name} {why}: leave --kv-calibration out")
+            reason = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
+            raise ConfigError(f"--kv-policy {self.name} {reason}: leave --kv-calibration out")
         calibration = read_calibration(folder)
         calibration.check_model(self.model, folder)
         return calibration

@@ -112,13 +112,13 @@ class Masses(Ranking):
     """Attention masses of one KV head's tokens."""
 
     def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, how: str
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, kind: str
     ) -> None:
         """Begin without any mass.
 
         ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]``, ``added [S]`` and ``sink_logits [G]`` are the head's.
         """
-        self.query, self.key, self.value, self.added, self.how = query, key, value, added, how
+        self.query, self.key, self.value, self.added, self.kind = query, key, value, added, kind
         self.sink_logits = sink_logits
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
@@ -126,8 +126,8 @@ class Masses(Ranking):
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
         tokens = torch.tensor(list(candidates))
         # queries t to q - 1 have seen token t
-        mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
-        if self.how == MOMENT_RESIDUAL:
+        mass = (self.total[tokens] / (q - tokens) if self.kind == MEAN_MASS else self.newest[tokens]).double()
+        if self.kind == MOMENT_RESIDUAL:
             present = torch.zeros(q, dtype=torch.bool)
             present[visible] = True
             mass = mass * _residuals(self.key[:q], self.value[:q], present)[tokens].double()
@@ -149,7 +149,7 @@ def retained_by_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    how: str,
+    kind: str,
     *shape: int,
     added: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
@@ -166,7 +166,7 @@ def retained_by_attention(
         query: ``[H * G, S, D]``.
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
-        how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
+        kind: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
         shape: sinks, ``w`` and ``k``.
         added: see :func:`masked_attention`.
         sink_logits: see :func:`masked_attention`.
@@ -177,7 +177,7 @@ def retained_by_attention(
     sink_logits = torch.full((len(query),), -math.inf) if sink_logits is None else sink_logits
     query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
     heads = zip(query, key, value, added, sink_logits, strict=True)
-    rankings = [Masses(*head, how) for head in heads]
+    rankings = [Masses(*head, kind) for head in heads]
     return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **unused)
 
 

@@ -27,5 +27,5 @@ def register() -> None:
         install(EVERY)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        why = str(error) if isinstance(error, ConfigError) else f"{text}: install kvpop_vllm and vllm{VLLM} again"
-        fallback.stand_aside(why, functools.partial(install, FALLBACK))
+        reason = str(error) if isinstance(error, ConfigError) else f"{text}: install kvpop_vllm and vllm{VLLM} again"
+        fallback.stand_aside(reason, functools.partial(install, FALLBACK))

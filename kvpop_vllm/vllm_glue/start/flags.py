@@ -76,6 +76,6 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
         raise ConfigError(f"{flag} is given, but --additional-config does not hold an object: {additional_config!r}")
     before = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(before, dict):
-        why = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
-        raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {why}")
+        end = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
+        raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {end}")
     return {**additional_config, ADDITIONAL_CONFIG_KEY: {**before, **flags}}
