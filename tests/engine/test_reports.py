@@ -47,9 +47,9 @@ def asking(jobs: list[Job], **options) -> list[Job]:
     return [replace(job, scored=False, asks={"kv_report": 1} | (job.asks or {}) | options) for job in jobs]
 
 
-def published(name: str) -> float:
+def published(name: str, prefix: str = "vllm:kv_policy_") -> float:
     """Return a metric's value, of the only engine of this process."""
-    (metric,) = [metric for metric in REGISTRY.collect() if metric.name == f"vllm:kv_policy_{name}"]
+    (metric,) = [metric for metric in REGISTRY.collect() if metric.name == f"{prefix}{name}"]
     (value,) = [sample.value for sample in metric.samples if sample.name.endswith((name, f"{name}_total"))]
     return value
 
@@ -120,7 +120,7 @@ def check_report(engine, case: str, name: str, answer, job: Job, cartridge_slots
 
 
 def test_snapshots_are_counted(served):
-    """Snapshots that were taken, gone on from and dropped, each under its own name."""
+    """Snapshots that were taken, gone on from and dropped, each under its own name, and vLLM's count of cached tokens."""
     engine, case = served
     if case != "kvpop, protected":
         pytest.skip("needs short requests that leave no snapshot, as in the case 'kvpop, protected'")
@@ -134,7 +134,9 @@ def test_snapshots_are_counted(served):
     before, length = counts(), len(snapshots.all())
     (first,) = engine.serve([Job(150, new=5, scored=False)]).values()
     history = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+    cached = published("prefix_cache_hits", "vllm:")
     engine.serve([Job(prompt=[*history, 5], new=2, scored=False)])
+    assert published("prefix_cache_hits", "vllm:") - cached == len(history) - 1
     number_taken = len(snapshots.all()) - length
     after = counts()
     assert {name: after[name] - before[name] for name in SNAPSHOTS} == {"taken": number_taken, "hits": 1, "lost": 0}

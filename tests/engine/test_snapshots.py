@@ -4,6 +4,7 @@ Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. O
 test_snapshots_policies.py.
 """
 
+import dataclasses
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -226,14 +227,57 @@ def test_the_pool_takes_blocks_back(engine):
             blocks = [block for snapshot in live(engine) for block in snapshot.blocks]
             assert {block.block_id for block in blocks} == {*snapshots._by_block}
             assert len(blocks) == len(snapshots._by_block)
-            assert sum(snapshots._digests.values()) == len(live(engine)) and all(block.block_hash for block in blocks)
+            assert snapshots._digests.total() == snapshots._hashed.total() == len(live(engine))
+            assert all(block.block_hash for block in blocks)
         assert snapshots.counts["lost"] and snapshots.counts["taken"] == snapshots.counts["lost"] + len(live(engine))
         for number, hit in ((len(lengths) - 1, True), (0, False)):
             prompt = [*random_prompt(lengths[number], seed=100 + number), 9]
             (answer,) = engine.serve([Job(prompt=prompt, new=2, scored=False)]).values()
             assert (answer.num_cached_tokens >= lengths[number]) == hit
     engine.engine.reset_prefix_cache()
-    assert not snapshots._by_key and not snapshots._by_block and not snapshots._digests
+    assert not any((snapshots._by_key, snapshots._by_block, snapshots._digests, snapshots._hashed))
+
+
+def test_a_look_up_costs_what_there_are_lengths_of_snapshots(engine):
+    """vLLM looks in every step for the request that waits for room, whose prompt may have thousands of hashes."""
+    history = whole(turn(engine, [], seed=50))
+    snapshots, looked_at = snapshots_of(engine), []
+
+    class Hashes(list):
+        def __getitem__(self, i):
+            looked_at.append(i)
+            return super().__getitem__(i)
+
+    def look_up(step):
+        for request in engine.recorder.scheduler.running:
+            request.block_hashes = Hashes(request.block_hashes)
+            looked_at.clear()
+            assert snapshots.longest(request).length in (len(history) - 1, len(history) + 200)
+            assert len(request.block_hashes) > 9 and len(looked_at) <= 2 * len(snapshots._hashed) <= 8
+
+    engine.serve([Job(prompt=[*history, *random_prompt(200, seed=51)], new=3, scored=False)], look_up)
+    assert looked_at
+
+
+def test_a_store_could_hold_a_snapshot(engine):
+    """A snapshot's bytes, written to other blocks later, are a hit as it was."""
+    history = whole(turn(engine, [], seed=60))
+    snapshots, pool, caches = snapshots_of(engine), engine.recorder.pool, engine.recorder.runner.kv_caches
+    snapshot = max(live(engine), key=lambda one: one.length)
+    (blocks,) = snapshot.groups
+    places = [block.block_id for block in blocks]
+    stored = [cache[places].clone() for cache in caches]
+    snapshots._remove(snapshot)
+    for block in blocks:
+        block.reset_hash()
+    new_blocks = pool.get_new_blocks(len(blocks))
+    new_places = [block.block_id for block in new_blocks]
+    assert not {*places} & {*new_places}
+    for cache, content in zip(caches, stored, strict=True):
+        cache[places], cache[new_places] = 0, content
+    snapshots.put(dataclasses.replace(snapshot, groups=(tuple(new_blocks),)))
+    pool.free_blocks(new_blocks)
+    assert turn(engine, history, seed=61).num_cached_tokens == len(history) - 1
 
 
 def test_a_source_that_is_lost_while_a_request_waits(engine):

@@ -120,6 +120,7 @@ class Snapshots:
         self._by_key: dict[Key, dict[int, dict[tuple[int, ...], Snapshot]]] = {}  # by number of tokens, by tokens
         self._by_block: dict[int, list[Snapshot]] = {}
         self._digests: Counter[bytes] = Counter()
+        self._hashed: Counter[int] = Counter()  # numbers of hashed tokens
         self._endings = PromptEndings(self._unit)
         self._requests: dict[str, Request] = {}
         self._prompt_ends: dict[str, int] = {}  # tokens of each request's prompt, without an ending that is left out
@@ -279,17 +280,26 @@ class Snapshots:
     def _take(self, request: Request, length: int, groups: tuple[tuple[KVCacheBlock, ...], ...]) -> None:
         """Remember blocks as a snapshot of a request with ``length`` tokens."""
         key, tokens = self._place(request, length)
-        snapshot, pool = Snapshot(key, length, tokens, groups), self.manager.block_pool
+        self.put(Snapshot(key, length, tokens, groups))
+        self.counts["taken"] += 1
+
+    def put(self, snapshot: Snapshot) -> None:
+        """Remember a snapshot, whose blocks stay until the pool needs them.
+
+        Its key and tokens and the bytes of its blocks are all there is to it: a store that holds these can write the
+        bytes to new blocks later and put a snapshot of them.
+        """
+        key, tokens, pool = snapshot.key, snapshot.tokens, self.manager.block_pool
         blocks = [*snapshot.blocks]
         for block in blocks:
             if block.block_hash is None:  # freed blocks with a hash are the last to be used again
-                block.set_block_hash(_NAME, num_tokens=length)
+                block.set_block_hash(_NAME, num_tokens=snapshot.length)
             self._by_block.setdefault(block.block_id, []).append(snapshot)
         pool.touch(blocks)
         pool.unpin_blocks(blocks, self._lose)
         self._by_key.setdefault(key, {}).setdefault(len(tokens), {})[tokens] = snapshot
         self._digests[key.digest] += 1
-        self.counts["taken"] += 1
+        self._hashed[key.hashed] += 1
 
     def _lose(self, block: KVCacheBlock) -> None:
         """Forget the snapshots of a block that the pool uses again."""
@@ -310,9 +320,10 @@ class Snapshots:
             del of_lengths[length]
         if not of_lengths:
             del self._by_key[snapshot.key]
-        self._digests[snapshot.key.digest] -= 1
-        if not self._digests[snapshot.key.digest]:
-            del self._digests[snapshot.key.digest]
+        for counts, counted in ((self._digests, snapshot.key.digest), (self._hashed, snapshot.key.hashed)):
+            counts[counted] -= 1
+            if not counts[counted]:
+                del counts[counted]
 
     def longest(self, request: Request) -> Snapshot | None:
         """Return the longest snapshot that a waiting request can go on from, None if there is none.
@@ -321,10 +332,11 @@ class Snapshots:
         """
         if not self._by_key or request.mm_features or request.prompt_embeds is not None:
             return None
-        slots, digests = self.manager.requests[request.request_id], (b"", *request.block_hashes)
+        slots = self.manager.requests[request.request_id]
         written = {copy.block_id for manager in self.managers for _, copy in manager._pending_cow_copies}
-        for hashes in range(len(digests) - 1, -1, -1):
-            if digests[hashes] in self._digests:
+        # vLLM asks in every step for the request at the head of its queue, whose prompt may have thousands of hashes
+        for hashes in sorted((hashed // self._unit for hashed in self._hashed), reverse=True):
+            if hashes <= len(request.block_hashes) and _digest(request, hashes) in self._digests:
                 for snapshot in self._matches(request, self._key(request, slots, hashes)):
                     if not any(block.block_id in written for block in snapshot.blocks):
                         return snapshot
@@ -439,7 +451,7 @@ class Snapshots:
 
     def _key(self, request: Request, slots: RequestSlots, hashes: int) -> Key:
         """Return the key of a request whose first hashes count."""
-        digest = bytes(request.block_hashes[hashes - 1]) if hashes else b""
+        digest = _digest(request, hashes)
         seed = getattr(request.sampling_params, "seed", None) if self.draws and slots.seed is None else None
         lora = request.lora_request
         adapter = None if lora is None else (lora.lora_name, lora.lora_path, lora.lora_int_id)
@@ -454,6 +466,11 @@ class Snapshots:
                 snapshot = of_lengths[count].get(tuple(request.all_token_ids[key.hashed : end]))
                 if snapshot is not None:
                     yield snapshot
+
+
+def _digest(request: Request, hashes: int) -> bytes:
+    """Return vLLM's hash of a request's first tokens, as many as ``hashes`` hashes cover."""
+    return bytes(request.block_hashes[hashes - 1]) if hashes else b""
 
 
 @functools.lru_cache(maxsize=4096)  # one call takes microseconds, and every prompt's end asks for all running requests
