@@ -239,7 +239,7 @@ def test_the_pool_takes_blocks_back(engine):
 
 
 def test_a_look_up_costs_what_there_are_lengths_of_snapshots(engine):
-    """vLLM looks in every step for the request that waits for room, whose prompt may have thousands of hashes."""
+    """VLLM looks in every step for the request that waits for room, whose prompt may have thousands of hashes."""
     history = whole(turn(engine, [], seed=50))
     snapshots, looked_at = snapshots_of(engine), []
 
