@@ -76,7 +76,7 @@ Case does not matter, and a blank stands for a line break too.
 LOG = "docs/log/"
 """Folder of documents whose words are not counted."""
 COUNTS: dict[str, int] = {
-    "name more": 9,
+    "name more": 11,
     "name other": 30,
     "name parts": 47,
     "name rest": 6,

@@ -4,6 +4,8 @@ vLLM's modules of these models import processors of images, and those import tor
 project lacks. What takes its place has no function, so nothing that looks at an image can run.
 """
 
+from __future__ import annotations
+
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,5 +1,7 @@
 """Recorder of an engine in this process: held tokens after every layer call, and blocks at every step."""
 
+from __future__ import annotations
+
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple

@@ -1,5 +1,7 @@
 """C++ implementation of ``decode_step``."""
 
+from __future__ import annotations
+
 import weakref
 
 import torch
@@ -17,8 +19,8 @@ def _pack(rule: RetentionRule) -> _C.Rule:
     scorer = rule.scorer
     weights = {name: value.detach() for name, value in vars(scorer).items() if isinstance(value, torch.Tensor)}
     roles = rule.sinks, rule.window, rule.decay_step
-    options = {"uses_moment_correction": rule.moment_correction} | scorer.options()
-    packed_rule = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **options)
+    more = {"uses_moment_correction": rule.moment_correction} | scorer.options()
+    packed_rule = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **more)
     _packed[id(rule)] = packed_rule
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return packed_rule
@@ -48,7 +50,7 @@ def decode_step(
     check_dtype(k, pages)
     place = pages.raw, pages.layout.block_slots, pages.layout.state_blocks, page_table, positions, budgets, windows
     try:
-        optional = gate_scores, tensors_of(prefix), keys, sink_logits
-        return _C.decode_step(q, k, v, *place, packed(rule), scale, *optional)
+        more = gate_scores, tensors_of(prefix), keys, sink_logits
+        return _C.decode_step(q, k, v, *place, packed(rule), scale, *more)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None
