@@ -247,7 +247,7 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
 
 
 def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:
-    """Return a row that exists, or measure and append it; None if it cannot be measured."""
+    """Return a row that exists, or measure and append it. None is returned if it cannot be measured."""
     scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
     calibration = fingerprint(Path(spec.calibration), *CALIBRATION) if spec and spec.calibration else ""
     key = scorer, calibration, setting.equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
@@ -344,7 +344,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
 
 
 def losses_of(row: dict) -> tuple[list[float], list[int]]:
-    """Return the divergence of each row of text, and the documents that these are of; empty in old rows."""
+    """Return the divergence of each row of text, and the documents that these are of, empty in old rows."""
     return [float(kl) for kl in (row["kls"] or "").split()], [int(unit) for unit in (row["units"] or "").split()]
 
 

@@ -306,11 +306,11 @@ class GateInputs:
         self._channel: dict[int, torch.Tensor] = {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Store the attention block's input ``[B, S, E]``; see :func:`show_hidden_states`."""
+        """Store the attention block's input ``[B, S, E]``. See :func:`show_hidden_states`."""
         self._hidden[layer] = hidden
 
     def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Store a layer's borrowed channel ``[B, S, H]``; see :func:`borrow_channel`."""
+        """Store a layer's borrowed channel ``[B, S, H]``. See :func:`borrow_channel`."""
         self._channel[layer] = channel
 
     def signals(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Signals:
@@ -325,7 +325,7 @@ class Dense:
     takes_sinks = True
 
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the attention of one layer; see :class:`Attend`."""
+        """Return the attention of one layer. See :class:`Attend`."""
         if sink_logits is not None:  # a window of all tokens
             return local_attention(q, k, v, scale, SLIDING, k.shape[2], sink_logits)
         new, past = q.shape[2], k.shape[2] - q.shape[2]

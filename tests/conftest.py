@@ -174,7 +174,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def kvpop(folder, run_kvpop, monkeypatch):
-    """Function that runs a command line in the folder of a package's tests; see ``run_kvpop``."""
+    """Function that runs a command line in the folder of a package's tests. See ``run_kvpop``."""
     monkeypatch.chdir(folder)
     return run_kvpop
 

@@ -19,7 +19,7 @@ def local_problems(problems: str | None = None, **_) -> datasets.DatasetDict:
     """Return the problems of a JSONL file as the split ``test``; each line has ``problem`` and ``answer``.
 
     Args:
-        problems: path of the file, from ``--metadata '{"problems": PATH}'``; by default the file of this folder.
+        problems: path of the file, from ``--metadata '{"problems": PATH}'``, by default the file of this folder.
 
     Raises:
         ValueError: the lines have no ``problem`` or no ``answer``.

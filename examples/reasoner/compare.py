@@ -97,7 +97,7 @@ def gates_only(name: str) -> bool:
 
 
 def training_options(name: str) -> list[str]:
-    """Return the options of `kvpop distill` for a trained policy, without those for shares; see :data:`VARIANT`.
+    """Return the options of `kvpop distill` for a trained policy, without those for shares. See :data:`VARIANT`.
 
     With another window the long-range slots make up for it.
     """
@@ -121,7 +121,7 @@ class Comparison:
         kinds: kinds of problems.
         rows: test problems of each kind.
         jobs: processes at once, one thread each.
-        size: steps of a problem; None for the kinds' own.
+        size: steps of a problem, None for the kinds' own.
         seed: other seeds have other test problems.
         untrained: names of training-free policies, of :data:`FREE`.
         shares: compressions whose shares trained policies are trained with a second time.

@@ -77,7 +77,7 @@ class Curriculum(TrainerCallback, ExportableState):
 
     Args:
         kinds: kinds of problems.
-        sizes: largest size of each kind so far; 0 for a kind that has not begun.
+        sizes: largest size of each kind so far, 0 for a kind that has not begun.
         accuracies: moving average of each kind's share of right solutions.
     """
 

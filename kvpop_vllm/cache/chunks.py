@@ -47,12 +47,12 @@ class Chunks:
         follows: True if the previous chunk of the step ends with the request's prompt, which is compressed there. Heads
             that divide their slots have pages of their own only after that.
         table: ``[R, H, P]`` int32, pages of the tails.
-        prefix: prefixes of the requests, with their numbers on the CPU; None if no request has one.
-        seeds: ``[R]`` int64, seeds of the draws; None if nothing is drawn.
+        prefix: prefixes of the requests, with their numbers on the CPU, None if no request has one.
+        seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
         after: what each request is after the end of its prompt, if the chunk is part of a prompt that is compressed
             there, else None.
         closes: True if the chunk ends with the request's prompt, which is compressed right after it.
-        made_table: ``[R, F]`` int32, blocks of the slots that are made of prompts; None if none is compressed.
+        made_table: ``[R, F]`` int32, blocks of the slots that are made of prompts, None if none is compressed.
     """
 
     starts: Sequence[int]

@@ -155,12 +155,12 @@ class _Reading:
         self.row = row
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of a layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         self.row.note_attention(q, k, v)
         return Dense()(layer, q, k, v, scale)
 
     def local(self, layer, q, k, v, scale, kind, size):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`."""
         self.row.local_keys[layer] = k, v
         return local_attention(q, k, v, scale, kind, size)
 
@@ -183,12 +183,12 @@ class Again:
         return Dense()(layer, q, *self.row.joined(k, v, self.row.attended[layer][1:]), scale)
 
     def local(self, layer, q, k, v, scale, kind, size):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`."""
         return local_attention(q, *self.row.joined(k, v, self.row.local_keys[layer]), scale, kind, size)
 
 
 class Windowed:
-    """Attention of the last queries of a layer that sees the first tokens and a window; see :data:`Kept`.
+    """Attention of the last queries of a layer that sees the first tokens and a window. See :data:`Kept`.
 
     Args:
         first: number of first tokens that are seen.
@@ -207,7 +207,7 @@ class Windowed:
 
 
 class Evicting:
-    """Attention of the last queries of a layer under a policy; see :data:`Kept`.
+    """Attention of the last queries of a layer under a policy. See :data:`Kept`.
 
     Args:
         policy: the policy; its sinks and window belong to every size.

@@ -56,12 +56,12 @@ class Options:
     Attributes:
         model: folder of the model.
         out: folder to write.
-        data: files and folders of text; empty for the text of this package.
+        data: files and folders of text, empty for the text of this package.
         unit: ``layer`` or ``head``.
-        policy: name of the policy that decides about shares; None for the scorer's, else :data:`PROBE`.
+        policy: name of the policy that decides about shares, None for the scorer's, else :data:`PROBE`.
         policies: names of further policies of the report.
         scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
-        budgets: budgets of the report, in tokens, descending; empty for :data:`BUDGETS`.
+        budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.

@@ -45,7 +45,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     fewer, every second row goes to each side.
 
     Args:
-        paths: files and folders of text; empty for the text of this package.
+        paths: files and folders of text, empty for the text of this package.
         tokenizer: the model's tokenizer.
         length: S.
         rows: most rows of a side.

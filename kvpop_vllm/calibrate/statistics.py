@@ -35,7 +35,7 @@ class QuerySums:
         self.norm: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention; see :class:`Attend`."""
+        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention. See :class:`Attend`."""
         # back to position 0, since a row begins there
         base = turned(q.double(), -torch.arange(q.shape[2], device=q.device), rope_at(self.rope, layer))
         sums = {"mean": base.sum((0, 2)), "norm": band_norms(base, _pairs(self.rope, layer, q.shape[3])).sum((0, 2))}

@@ -235,7 +235,7 @@ def prompt_votes(
         sink_logits: ``[H, G]`` logits of attention sinks, or None.
 
     Returns:
-        The votes; 0 for the last n tokens themselves.
+        The votes, 0 for the last n tokens themselves.
     """
     count, p = q.shape[1], keys.shape[1]
     averages = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)

@@ -115,7 +115,7 @@ def slot_positions(
         tokens_seen: tokens that the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
-        heads: ``[n]`` int64, KV heads to look at, on the device of the pages; None for all H.
+        heads: ``[n]`` int64, KV heads to look at, on the device of the pages, None for all H.
 
     Returns:
         ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(tokens_seen - p, budget)``, or less

@@ -85,7 +85,7 @@ class Runner:
             counts: tokens of each request in this step.
             lengths: length of each request after this step.
             rows: blocks of each request.
-            prompts: prompt tokens of each request; None if all tokens are prompt.
+            prompts: prompt tokens of each request, None if all tokens are prompt.
             asks: resolved cache options of each request, or None.
             drafts: drafts among the tokens of each request, or None.
         """

@@ -110,7 +110,7 @@ class Requests:
     Attributes:
         lengths: request -> tokens so far.
         rows: request -> blocks claimed so far, taken from ``free``.
-        prompts: request -> tokens of its prompt; None if all tokens are prompt.
+        prompts: request -> tokens of its prompt, None if all tokens are prompt.
         asks: request -> sizes of its own.
     """
 

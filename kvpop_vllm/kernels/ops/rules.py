@@ -348,7 +348,7 @@ class RetentionRule(Retention):
         window: w.
         log_gamma: ``[H]`` float64, logarithm of each head's decay.
         decay_step: n, tokens per decay step.
-        scorer: scorer of the tokens; None stands for :class:`NoScore`.
+        scorer: scorer of the tokens. None stands for :class:`NoScore`.
         moment_correction: if True, add a moment-based estimate of the evicted tokens' contribution to the
             output (MomentKV, eqs. 9, 11, 12): ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with
             ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``. The moments include the token

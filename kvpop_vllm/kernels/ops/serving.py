@@ -55,7 +55,7 @@ def decode_step(
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.
         k, v: ``[R, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache; written in place.
+        pages: the layer's cache. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
         positions: ``[R]`` int64, position of each request's token.
         budgets: ``[R, H]`` int32, B of each head.
@@ -66,11 +66,11 @@ def decode_step(
         prefix: protected tokens of the R requests, or None if no request has any.
         seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer draws, else
             ignored.
-        windows: ``[R]`` int32, w of each request; by default the rule's.
+        windows: ``[R]`` int32, w of each request, by default the rule's.
         sink_logits: ``[Hq]`` float32 on q's device, contiguous, or None for a model without attention sinks. A query
             head's sink is one more key with this logit and a value of 0, which no slot holds. Outputs, log-sum-exps
             and attention masses follow from it.
-        out: ``[R, Hq, D]`` in q's dtype, contiguous, written and returned; None for a new tensor.
+        out: ``[R, Hq, D]`` in q's dtype, contiguous, written and returned, None for a new tensor.
         impl: implementation.
 
     Returns:
@@ -159,7 +159,7 @@ def verify_step(
     Args:
         q: ``[T, Hq, D]``, last axis contiguous.
         k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache, whose layout has ``drafts`` and ``draft_query_bytes``; written in place.
+        pages: the layer's cache, whose layout has ``drafts`` and ``draft_query_bytes``. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
         positions: ``[R]`` int64, c of each request.
         first_tokens: ``[R]`` int64, index in ``[0, T)`` of the token at c, which its drafts follow.
@@ -171,7 +171,7 @@ def verify_step(
         prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` as in :func:`decode_step`, or
             None.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
-        windows: ``[R]`` int32, w of each request; by default the rule's.
+        windows: ``[R]`` int32, w of each request, by default the rule's.
         sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
         impl: implementation.
 
@@ -266,7 +266,7 @@ def prefill_chunk(
     Args:
         q: ``[T, Hq, D]``, last axis contiguous; the chunks lie one after another.
         k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache; written in place.
+        pages: the layer's cache. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first.
         chunks: start, length, budgets and window of each chunk.
         rule: retention rule of the layer; the chunks' windows count.

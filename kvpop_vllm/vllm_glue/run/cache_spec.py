@@ -243,7 +243,7 @@ class FixedBudgetSpec(AttentionSpec):
         compression: way in which prompts are compressed at their end, None if they are not.
         late: True if a prompt is compressed at the beginning of the step after its end.
         shares: how heads divide the slots of a request where they are unequal, else None.
-        largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest
+        largest: B and w of requests, one of which may have the most slots under ``shares``, empty for the largest
             budget.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.

@@ -27,7 +27,7 @@ MOVED = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
 
 
 def check_version(version: str) -> None:
-    """Check a version of vLLM; see :func:`kvpop_vllm.config.check_version`."""
+    """Check a version of vLLM. See :func:`kvpop_vllm.config.check_version`."""
     config.check_version("vLLM", version, VLLM)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def settings(self) -> dict:
-    """Return the settings of an engine; see :func:`settings_of`."""
+    """Return the settings of an engine. See :func:`settings_of`."""
     return settings_of(self.vllm_config)
 
 
