@@ -1,5 +1,7 @@
 """Verification of drafts: outputs and pages are those of ordinary steps, whatever has been accepted before."""
 
+from __future__ import annotations
+
 from dataclasses import replace
 
 import pytest
