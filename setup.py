@@ -42,7 +42,7 @@ def not_built(reason):
 
 
 def extension_arguments():
-    """Return ``ext_modules`` and ``cmdclass`` for setup(); empty if torch is missing."""
+    """Return ``ext_modules`` and ``cmdclass`` for setup(), empty if torch is missing."""
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension

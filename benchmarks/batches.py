@@ -1,7 +1,5 @@
 """Times of whole requests: one prompt after another, or a batch in little memory. They are measures of engines.py."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import tempfile

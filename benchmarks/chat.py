@@ -13,8 +13,6 @@ With ``--history FIGURE`` every turn is recorded instead, in benchmarks/results/
     python benchmarks/chat.py --unprotected --turns 40 --turn 190 --requests 0 --history docs/history.png
 """
 
-from __future__ import annotations
-
 import statistics
 import sys
 from pathlib import Path

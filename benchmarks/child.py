@@ -4,8 +4,6 @@ Nothing of this repository is imported before the engine starts: peers have none
 served.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -95,7 +93,7 @@ def greedy(new: int, **options):
 
 
 class EngineChild(Child):
-    """One engine of vLLM."""
+    """Engine of vLLM in this process, whose methods are the commands of :class:`harness.Engine`."""
 
     def __init__(self, options: dict):
         super().__init__()

@@ -13,8 +13,6 @@ of as many tokens of the window, the first four and the last, and with that of t
 tokens that are evenly spaced.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 from itertools import islice
@@ -22,7 +20,8 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.cartridge_training import stop_tokens
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.compactor_training import StillOptions, example_of, still_losses

@@ -7,8 +7,6 @@ Each measure has options of its own. Without one, decoding is measured. Nothing 
 greedy tokens on short prompts. Rows are appended to a file of the measure's name in benchmarks/results.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -1,7 +1,5 @@
 """Pages of requests that hold random tokens, made without a prefill, on the default device."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages

@@ -241,13 +241,13 @@ def output_problems(started: dict) -> list[str]:
     return [problem for name in started if name != DENSE and (problem := differs(str(name), short[DENSE], short[name]))]
 
 
-def differs(name: str, dense: list, other: list) -> str | None:
+def differs(name: str, dense: list, measured: list) -> str | None:
     """Return the first difference between two lists of greedy tokens, or None.
 
     Tokens and log-probabilities must be stock's up to the first near tie.
     """
     compared = 0
-    for prompt, (dense_tokens, other_tokens) in enumerate(zip(dense, other, strict=True)):
+    for prompt, (dense_tokens, other_tokens) in enumerate(zip(dense, measured, strict=True)):
         for step, (expected, actual) in enumerate(zip(dense_tokens, other_tokens, strict=True)):
             compared += 1
             place = f"{name}, prompt {prompt}, token {step}"
@@ -342,7 +342,7 @@ def report(
             line += [f"{statistics.median(float(row[column]) for row in rows_of[name]):.2f}" for column in shown]
             for label, rival in name.rivals().items() if judged else ():
                 if rival in values:
-                    ratios = [number / other for number, other in zip(numbers, values[rival], strict=True)]
+                    ratios = [number / theirs for number, theirs in zip(numbers, values[rival], strict=True)]
                     text = f"/ {label} {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
                     if rival.elsewhere:
                         text += ", 95% interval {:.3f} to {:.3f}".format(*median_interval(ratios))

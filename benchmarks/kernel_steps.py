@@ -1,7 +1,5 @@
 """Decode steps of the serving kernel alone: attention, scorer and cache of all layers."""
 
-from __future__ import annotations
-
 import time
 
 import torch

@@ -162,9 +162,9 @@ def recorded(press) -> list[list[list[int]]]:
                 gone = set(masked[2][masked[1] == h].tolist())
                 heads.append([t for t in range(keys.shape[2]) if t not in gone])
                 continue
-            same = (left[0, h].unsqueeze(1) == keys[0, h].unsqueeze(0)).all(-1)
-            assert (same.sum(1) == 1).all(), "two tokens have one key"
-            heads.append(sorted(same.int().argmax(1).tolist()))
+            equal = (left[0, h].unsqueeze(1) == keys[0, h].unsqueeze(0)).all(-1)
+            assert (equal.sum(1) == 1).all(), "two tokens have one key"
+            heads.append(sorted(equal.int().argmax(1).tolist()))
         layers.append(heads)
         return left, left_values
 

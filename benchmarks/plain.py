@@ -9,8 +9,6 @@ too. When compiled, a round before the first is not counted. Nothing is compared
 tokens. Rows are appended to benchmarks/results/plain.csv.
 """
 
-from __future__ import annotations
-
 import statistics
 
 import record

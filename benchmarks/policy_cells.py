@@ -3,8 +3,6 @@
 A row is a policy at a budget, on text, on needles, and in time.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -68,7 +66,7 @@ class Cells:
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
 
     def setting(self, spec, budget: int | None, equal: str):
-        """Return the setting of a row; None if the row would equal another one, or is not asked for.
+        """Return the setting of a row, None if the row would equal another one, or is not asked for.
 
         Raises:
             ConfigError: the policy cannot have this budget.

@@ -21,8 +21,6 @@ is done. Another run of the same commit continues after these rows. Nothing is c
 policy gives the dense model's predictions where nothing has been evicted.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import hashlib
@@ -118,7 +116,7 @@ def parse_arguments():
     if max(options.budget) >= options.length or max(options.budget) >= options.context:
         parser.error("a budget must be below --length and --context: lower --budget")
     if options.prompt and "steps" in (options.parts or ()):
-        parser.error("a step behind a prompt is timed as one without: leave --prompt or steps out")
+        parser.error("a step after a prompt is timed as one without: leave --prompt or steps out")
     if options.best and options.policies:
         parser.error("--best chooses policies: leave --policies out")
     options.parts = options.parts or (["quality"] if options.prompt else list(FILES))
@@ -243,13 +241,13 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
         mine = folders.get(cls.name, [])
         if not mine:
             broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
-        one = len(mine) == 1
-        specs += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
+        single = len(mine) == 1
+        specs += [replace(c, name=cls.name if single else f"{cls.name}, {c.scorer}") for c in mine]
     return specs, broken
 
 
 def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:
-    """Return a row that exists, or measure and append it; None if it cannot be measured."""
+    """Return a row that exists, or measure and append it. None is returned if it cannot be measured."""
     scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
     calibration = fingerprint(Path(spec.calibration), *CALIBRATION) if spec and spec.calibration else ""
     key = scorer, calibration, setting.equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
@@ -317,7 +315,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     lines = [f"| {head} | ms per step | dense / it |", "|---" * 13 + "|"]
     stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
-        alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
+        alike = [int(plain_row["allocated_bytes"]) for plain_row in stateless if plain_row["budget"] == row["budget"]]
         size, plain = int(row["allocated_bytes"]), statistics.mode(alike) if alike else 0
         same_bytes = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
         equal = "k, bytes" if same_bytes and row["equal"] == "k" else row["equal"] if row["budget"] else ""
@@ -329,9 +327,9 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
         over = ""
         if row["policy"].endswith(SHARED):
             plain = {"policy": row["policy"].removesuffix(SHARED)}
-            other = next((one for one in quality.values() if like(row, one, plain)), None)
-            if other and losses_of(other)[1] == losses[1]:
-                ratio = estimate("ratio", losses[0], losses_of(other)[0], units=losses[1])
+            plain_row = next((one for one in quality.values() if like(row, one, plain)), None)
+            if plain_row and losses_of(plain_row)[1] == losses[1]:
+                ratio = estimate("ratio", losses[0], losses_of(plain_row)[0], units=losses[1])
                 over = f"{ratio['ratio']:.2f}{span(ratio, 'ratio')}"
         if time := steps.get(key):
             ms, *ratios = (float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest"))
@@ -346,7 +344,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
 
 
 def losses_of(row: dict) -> tuple[list[float], list[int]]:
-    """Return the divergence of each row of text, and the documents that these are of; empty in old rows."""
+    """Return the divergence of each row of text, and the documents that these are of, empty in old rows."""
     return [float(kl) for kl in (row["kls"] or "").split()], [int(unit) for unit in (row["units"] or "").split()]
 
 
@@ -356,9 +354,9 @@ def span(line: dict, name: str) -> str:
     return " ({:.4f} to {:.4f})".format(*interval) if interval else ""
 
 
-def like(row: dict, other: dict, named: dict) -> bool:
+def like(row: dict, candidate: dict, named: dict) -> bool:
     """Return whether another row is of the same settings, with another name."""
-    return all(other[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
+    return all(candidate[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
 
 
 def order(row: dict) -> tuple:

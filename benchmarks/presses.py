@@ -11,8 +11,6 @@ keeps fewer tokens keeps some that the other does not.
 keeps all generated tokens in addition to the compressed prompt. Here they share the budget.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys
@@ -92,18 +90,18 @@ def count_wrong(name: str, ours: torch.Tensor, theirs: list) -> int:
         ours: ``[layers, H, S]`` booleans, tokens kept by our policy.
         theirs: positions kept by kvpress, per layer and head.
     """
-    total, same, other, wrong = 0, 0, 0, 0
+    total, shared, their_total, wrong = 0, 0, 0, 0
     for layer, heads in enumerate(theirs):
         for head, their_tokens in enumerate(map(set, heads)):
             our_tokens = set(ours[layer, head].nonzero().flatten().tolist())
-            total, other = total + len(our_tokens), other + len(their_tokens)
-            same += len(our_tokens & their_tokens)
+            total, their_total = total + len(our_tokens), their_total + len(their_tokens)
+            shared += len(our_tokens & their_tokens)
             smaller, larger = sorted((our_tokens, their_tokens), key=len)
             wrong += len(smaller - larger)
             if our_tokens != their_tokens and len(our_tokens) == len(their_tokens):  # else those of the smaller count
                 ours_only, theirs_only = sorted(our_tokens - their_tokens), sorted(their_tokens - our_tokens)
                 say(f"{name}, layer {layer}, head {head}: only ours {ours_only}, only theirs {theirs_only}")
-    say(f"{name}: we keep {total} tokens, kvpress {other}, {same} of them the same")
+    say(f"{name}: we keep {total} tokens, kvpress {their_total}, {shared} of them the same")
     return wrong
 
 

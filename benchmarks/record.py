@@ -1,7 +1,5 @@
 """CSV files of results; each row has the machine, the date and the commit of the measurement."""
 
-from __future__ import annotations
-
 import argparse
 import csv
 import datetime

@@ -191,8 +191,8 @@ def scorer(size: int, options, machine: Machine) -> dict:
     shape, roles = (options.heads, options.group), {"sinks": 0, "window": 1}
     floats = Problem(size, 2, 1, *shape, "mlstm", **roles).rule.scorer.state_floats
     requests = max(1, CACHES // (options.heads * 4 * floats))
-    problem, without = (Problem(size, 2, requests, *shape, kind, **roles) for kind in ("mlstm", None))
-    rates, seconds = machine.rounds(options.rounds, 2, lambda: problem.seconds() - without.seconds())
+    problem, plain = (Problem(size, 2, requests, *shape, kind, **roles) for kind in ("mlstm", None))
+    rates, seconds = machine.rounds(options.rounds, 2, lambda: problem.seconds() - plain.seconds())
     needs = problem.scorer_bytes, 0, scorer_operations(problem) * problem.lanes
     return row("scorer alone", size, 2, requests, needs, rates, seconds, machine, options)
 

@@ -1,7 +1,5 @@
 """Times and memory of servers of `vllm serve`: under load, and with a cartridge. They are measures of engines.py."""
 
-from __future__ import annotations
-
 import json
 import random
 import statistics

@@ -6,8 +6,6 @@ answers of the FAQ. All of it has Python's licence (PSF-2.0), which is written n
     python docs/calibration_text.py kvpop_vllm/calibrate
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

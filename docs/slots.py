@@ -4,8 +4,6 @@ The picture shows B = 16 slots of a request: 2 sinks, 6 long-range slots and a w
 slots, and hold different tokens in the long-range ones.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 OUT = Path(__file__).with_suffix(".svg")
@@ -48,7 +46,7 @@ def arrow(start: int, end: int, y: float) -> str:
 def picture() -> str:
     """Return the SVG."""
     count = len(LONG_RANGE[0])
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '
         f'font-family="Helvetica, Arial, sans-serif" fill="{INK}">',
         "<title>Slots of three KV heads and the tokens that they hold</title>",
@@ -58,15 +56,15 @@ def picture() -> str:
         brace(SINKS + count, WINDOW, "latest tokens"),
     ]
     for row, long_range in enumerate(LONG_RANGE):
-        parts.append(text(LEFT - 12, TOP + row * (CELL + GAP) + CELL / 2 + 5, f"KV head {row}", anchor="end"))
+        elements.append(text(LEFT - 12, TOP + row * (CELL + GAP) + CELL / 2 + 5, f"KV head {row}", anchor="end"))
         tokens = [(token, "sink") for token in range(SINKS)] + [(token, "long range") for token in long_range]
         tokens += [(token, "window") for token in range(LAST - WINDOW + 1, LAST + 1)]
-        parts += [cell(column, row, token, kind) for column, (token, kind) in enumerate(tokens)]
+        elements += [cell(column, row, token, kind) for column, (token, kind) in enumerate(tokens)]
     below = TOP + len(LONG_RANGE) * (CELL + GAP)
-    parts.append(arrow(SINKS + count, SINKS + 2, below))
+    elements.append(arrow(SINKS + count, SINKS + 2, below))
     words = f"Token {LAST - WINDOW + 1} leaves the window next: it takes the slot of a lower score, or is evicted."
-    parts.append(text(LEFT, below + 40, words, anchor="start"))
-    return "\n".join([*parts, "</svg>", ""])
+    elements.append(text(LEFT, below + 40, words, anchor="start"))
+    return "\n".join([*elements, "</svg>", ""])
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """Serve a real model with a bounded KV cache, ask it a question, and count the bytes: `make demo`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import signal

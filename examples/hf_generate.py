@@ -1,7 +1,5 @@
 """Fixed-size KV cache in transformers: a real model answers from a text longer than its cache, on a CPU."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

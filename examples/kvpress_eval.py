@@ -12,8 +12,6 @@ A press compresses a context of S tokens to ``(1 - compression_ratio) * S`` and 
 in addition. Our budget is that number of tokens, and the question and the answer share it.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys
@@ -79,7 +77,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("evaluation", help="folder `evaluation` of a checkout of kvpress")
     parser.add_argument("--scorer", help="scorer folder")
-    options, rest = parser.parse_known_args()
+    options, unknown_words = parser.parse_known_args()
     sys.path.insert(0, options.evaluation)
     import evaluate
     import evaluate_registry
@@ -88,7 +86,7 @@ def main() -> None:
     for name in policies.known():
         scorer = options.scorer if policies.get(name).scorer_kind else None
         evaluate_registry.PRESS_REGISTRY[PREFIX + name] = PolicyPress(name, scorer)
-    Fire(evaluate.CliEntryPoint, command=rest)
+    Fire(evaluate.CliEntryPoint, command=unknown_words)
 
 
 if __name__ == "__main__":

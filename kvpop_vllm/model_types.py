@@ -1,7 +1,5 @@
 """Model types of full checkpoints for transformers. This module does not import models."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from transformers import AutoConfig, LlamaConfig, PretrainedConfig, Qwen3Config

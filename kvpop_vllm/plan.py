@@ -495,22 +495,22 @@ def _dtype(options, config: Any) -> torch.dtype:
     named = dtype and str(dtype).removeprefix("torch.")
     if named in DTYPES["cpu"]:
         return getattr(torch, named)
-    why = " is in float16, which no policy serves" if named == "float16" else f": config.json names the dtype {named!r}"
-    raise ConfigError(f"{options.model}{why}: give --dtype {' or '.join(DTYPES['cpu'])}")
+    end = " is in float16, which no policy serves" if named == "float16" else f": config.json names the dtype {named!r}"
+    raise ConfigError(f"{options.model}{end}: give --dtype {' or '.join(DTYPES['cpu'])}")
 
 
 def _row(name: str, budget: int, policy_bytes: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
-    def fit(one: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
-        return Fraction(pool // (one.allocated // one.blocks), one.blocks)
+    def fit(size: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
+        return Fraction(pool // (size.allocated // size.blocks), size.blocks)
 
-    more = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
+    ratio = f"{float(fit(policy_bytes) / fit(stock)):.2f}" if fit(stock) else "-"
     return (
         name,
         str(budget),
         size_text(policy_bytes.canonical),
         size_text(policy_bytes.allocated),
         f"{float(fit(policy_bytes)):.1f}",
-        more,
+        ratio,
     )
 
 

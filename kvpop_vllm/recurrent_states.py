@@ -5,8 +5,6 @@ Sizes are those of vLLM's ``get_mamba_state_shape_from_config`` (``tests/engine/
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

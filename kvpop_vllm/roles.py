@@ -51,6 +51,6 @@ class Retention:
         offset = t - self.first_evictable
         return self.sinks + offset % self.window if offset >= 0 else t - self.first
 
-    def behind(self, prefix: int) -> Self:
+    def after_prefix(self, prefix: int) -> Self:
         """Return the roles of the tail after ``prefix`` protected tokens: same w and k, no sinks."""
         return replace(self, sinks=0, first=prefix, budget=self.budget - self.sinks) if prefix else self

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 
@@ -145,9 +143,9 @@ def turned(k: torch.Tensor, shift: int | torch.Tensor, rope: Mapping | None) -> 
         return k
     angles = shift.unsqueeze(-1) * frequencies if isinstance(shift, torch.Tensor) else shift * frequencies
     half = len(frequencies)
-    a, b, rest = k.double().split([half, half, k.shape[-1] - 2 * half], -1)
+    a, b, unrotated = k.double().split([half, half, k.shape[-1] - 2 * half], -1)
     cos, sin = angles.cos(), angles.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(k.dtype)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], -1).to(k.dtype)
 
 
 def band_norms(x: torch.Tensor, pairs: int) -> torch.Tensor:
@@ -155,5 +153,5 @@ def band_norms(x: torch.Tensor, pairs: int) -> torch.Tensor:
 
     The first ``2 * pairs`` channels rotate, channel i with channel ``pairs + i``. The others are bands of their own.
     """
-    a, b, rest = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
-    return torch.cat([torch.hypot(a, b), rest.abs()], -1)
+    a, b, unrotated = x.split([pairs, pairs, x.shape[-1] - 2 * pairs], -1)
+    return torch.cat([torch.hypot(a, b), unrotated.abs()], -1)

@@ -1,7 +1,5 @@
 """Hooks and fixtures for all tests."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path
@@ -177,7 +175,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def kvpop(folder, run_kvpop, monkeypatch):
-    """Function that runs a command line in the folder of a package's tests; see ``run_kvpop``."""
+    """Function that runs a command line in the folder of a package's tests. See ``run_kvpop``."""
     monkeypatch.chdir(folder)
     return run_kvpop
 
@@ -188,4 +186,13 @@ def threads_of_the_process():
     from threads import same_threads
 
     with same_threads():
+        yield
+
+
+@pytest.fixture(scope="module")
+def few_threads():
+    """Run a module on one torch thread, because tiny models gain nothing from more."""
+    from threads import one_thread
+
+    with one_thread():
         yield

@@ -5,8 +5,6 @@ It survives if they pass. Mutated C++ is compiled quickly, for the instruction s
 text is compiled once per instruction set.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import re
@@ -169,7 +167,10 @@ FAULTS = {
     ],
     f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot
-        ("parts = min(max(protects - start«→ - 1», 0), len(q)), []", f"{PREFILL} -k 'however and linear and baseline'"),
+        (
+            "outputs = min(max(protects - start«→ - 1», 0), len(q)), []",
+            f"{PREFILL} -k 'however and linear and baseline'",
+        ),
     ],
     # C++
     f"{CPP}/include/kvpop/retain.h": [
@@ -328,7 +329,7 @@ FAULTS = {
     ],
     "kvpop_vllm/calibrate/division.py": [
         ("(losses[i] - losses[j]) / «(sizes[j] - sizes[i])→1»", "tests/calibrate/test_division.py"),
-        ("slots[number] += «more→size»", "tests/calibrate/test_division.py"),
+        ("slots[number] += «added→size»", "tests/calibrate/test_division.py"),
     ],
     "kvpop_vllm/calibrate/plan.py": [
         # recurrent layers run for the last queries alone, without the state before them
@@ -487,7 +488,7 @@ FAULTS = {
     ],
     "kvpop_vllm/policies/allocators.py": [
         (
-            "(parts / parts.sum()).flatten() * «(retention.topk * layers * heads)→retention.topk»",
+            "(weights / weights.sum()).flatten() * «(retention.topk * layers * heads)→retention.topk»",
             "tests/policies/test_allocators.py",
         ),
         # the last layer has too much

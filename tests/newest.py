@@ -11,8 +11,6 @@ install is read (``engine/compare_vllm.py``).
 The last lines are a table with a line per release. The exit code is 1 if a release within the bounds breaks a test.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

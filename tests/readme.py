@@ -1,7 +1,5 @@
 """Parts of README.md and of other documents for tests: code blocks, code spans, commands, tables and sections."""
 
-from __future__ import annotations
-
 import re
 import shlex
 from pathlib import Path
@@ -63,5 +61,5 @@ def section(text: str, part: str) -> str:
     if not part:
         return text
     (heading,) = (line for line in headings(text) if anchor(line) == part)
-    marks, rest = re.search(rf"^(#+) +{re.escape(heading)} *\n(.*)", text, re.M | re.S).groups()
-    return re.split(rf"^#{{1,{len(marks)}}} ", rest, maxsplit=1, flags=re.M)[0]
+    marks, body = re.search(rf"^(#+) +{re.escape(heading)} *\n(.*)", text, re.M | re.S).groups()
+    return re.split(rf"^#{{1,{len(marks)}}} ", body, maxsplit=1, flags=re.M)[0]

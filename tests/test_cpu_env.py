@@ -1,7 +1,5 @@
 """``make setup`` installs vLLM for a CPU, also one that has no CPU build: Python files over another's compiled ones."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -98,8 +96,8 @@ def test_others_are_refused_in_one_line(capsys, monkeypatch):
 
 def test_an_environment_with_another_vllm_is_left_alone(capsys):
     present = metadata.version("vllm")
-    other = next(series for series, version in cpu_env.VERSIONS.items() if f"{version}+cpu" != present)
-    assert cpu_env.main(other) == 1
+    other_series = next(series for series, version in cpu_env.VERSIONS.items() if f"{version}+cpu" != present)
+    assert cpu_env.main(other_series) == 1
     line = f"cpu engine: this environment already holds vllm {present}; the CPU engine would clash with it\n"
     assert capsys.readouterr().err == line
 

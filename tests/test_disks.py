@@ -3,8 +3,6 @@
 The folder to write is a file system in memory, whose size the test sets. Mounting one needs root.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

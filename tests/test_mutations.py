@@ -1,7 +1,5 @@
 """The table of planted faults fits the code."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from mutations import ROOT, mutations

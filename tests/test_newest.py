@@ -1,7 +1,5 @@
 """``make newest`` reads the bounds of ``pyproject.toml``, asks pip for releases, and says what broke."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`kvpop plan` prints the numbers of the engine's accounting, which are the numbers that vLLM reports."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -296,7 +294,7 @@ def test_ranks_hold_their_heads(planned):
     assert one_rank["dense, stock vLLM", 32768][0] == "4.5 GiB" and half["dense, stock vLLM", 32768][0] == "2.2 GiB"
     assert "4 KV heads of 128 a rank of 2" in lines[0]
     assert float(half["kvpop", 4096][2]) == pytest.approx(2 * float(one_rank["kvpop", 4096][2]), rel=0.01)
-    lines, more = planned(QWEN3_8B, *size, "--tensor-parallel", "16")
+    lines, sharded_lines = planned(QWEN3_8B, *size, "--tensor-parallel", "16")
     assert "1 KV heads" in lines[0]
 
 

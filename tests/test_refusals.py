@@ -4,8 +4,6 @@ Refusals of the cache under transformers are in tests/hf/test_refusals.py, those
 `kvpop eval` in tests/distill/test_command.py.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os
@@ -113,11 +111,11 @@ NEARLY = ["kv_polcy", "kvpolicy", "kv-policy", "KV_policy", "kv_policy ", "kv-po
 NEARLY += ["kv_budget", "kv_scorer", "kv_sink", "kvpop"]
 
 
-def test_keys_beside_the_settings():
+def test_keys_next_to_the_settings():
     for key in NEARLY:
         assert "did you mean 'kv_policy'?" in refusal(check_spelling, {"kv_policy": {}, key: {}})
-    for other in ({}, {"kv_policy": {}}):
-        message = refusal(check_spelling, {"policy": "streaming-llm", "budget": 64} | other)
+    for extra in ({}, {"kv_policy": {}}):
+        message = refusal(check_spelling, {"policy": "streaming-llm", "budget": 64} | extra)
         assert message == "--additional-config has a policy's settings outside 'kv_policy': put them into it"
 
 
@@ -381,9 +379,9 @@ def test_files_that_are_missing(scorer, tmp_path):
 def test_a_scorer_of_another_model(model, scorer, written):
     config = checkpoint.read_config(scorer)
     shape = {"model_type": "qwen3", "num_layers": 2, "num_kv_heads": 2, "head_dim": 32}
-    for key, other in {"model_type": "llama", "num_layers": 3, "num_kv_heads": 4, "head_dim": 64}.items():
-        message = refusal(checkpoint.check_model, config, **(shape | {key: other}), source="s")
-        assert key in message and repr(other) in message and "--kv-scorer" in message
+    for key, value in {"model_type": "llama", "num_layers": 3, "num_kv_heads": 4, "head_dim": 64}.items():
+        message = refusal(checkpoint.check_model, config, **(shape | {key: value}), source="s")
+        assert key in message and repr(value) in message and "--kv-scorer" in message
     raw = json.loads((model / "config.json").read_text())
     (scorer / "config.json").write_text(json.dumps(raw | {"model_type": None}))
     assert "has no 'model_type': give the folder of a decoder-only language model" in refusal(
@@ -447,13 +445,13 @@ INDICES = [[1], 3, {}, *({"weight_map": m} for m in (None, [1], {}, {"a": 1}, {"
 
 def test_exports(exported, tmp_path, capsys):
     out, adapter = tmp_path / "out", exported.adapter
-    other = write_tiny_model(tmp_path / "other", "llama")
+    other_model = write_tiny_model(tmp_path / "other", "llama")
     bigger = write_tiny_model(tmp_path / "bigger", "qwen3", layers=3)
     no_room = write_tiny_model(tmp_path / "qwen2", "qwen2", hidden=128)
     empty = shutil.copytree(exported.base, tmp_path / "empty")
     (empty / "model.safetensors").unlink()
     for base, scorer, message in (
-        (other, adapter, "model_type"),
+        (other_model, adapter, "model_type"),
         (bigger, adapter, "num_layers"),
         (no_room, adapter, "'qwen2' cannot carry scorers"),
         (exported.full, adapter, "carries a scorer already"),
@@ -708,7 +706,7 @@ def test_asynchronous_scheduling_on_a_cpu(configure, llama):
         assert not configure(llama, policy, async_scheduling=True).scheduler_config.async_scheduling
 
 
-def test_a_cache_dtype_beside_another_of_the_model(configure, llama):
+def test_a_cache_dtype_next_to_another_of_the_model(configure, llama):
     """Since 0.33 vLLM itself refuses it, with a policy or without."""
     with pytest.raises(ValueError, match="leave --kv-cache-dtype out|set `--kv-cache-dtype` to `auto`"):
         configure(llama, STREAMING, dtype="float32", kv_cache_dtype="bfloat16")
@@ -761,8 +759,8 @@ def test_scorers_of_engines(configure, folder, llama, tmp_path):
     configure(llama, kvpop)
     assert "--kv-window 32" in refusal(configure, llama, kvpop | {"window": 32})
     assert "--kv-policy kvpop" in refusal(configure, llama, kvpop | {"policy": "kvpop-mlp"})
-    other = folder("other", LLAMA | {"num_key_value_heads": 1})
-    message = refusal(configure, other, kvpop)
+    fewer_heads = folder("other", LLAMA | {"num_key_value_heads": 1})
+    message = refusal(configure, fewer_heads, kvpop)
     assert "num_kv_heads" in message and "--kv-scorer" in message
     for changes, named in (({"num_kv_heads": 4}, "has shape"), ({"num_layers": 3}, "layers.2.decay_logit is missing")):
         right = (scorer / CONFIG_NAME).read_text()

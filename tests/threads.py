@@ -1,7 +1,5 @@
 """Torch threads in tests, whose number decides the last bits of results, and the dtype that this processor multiplies fast."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

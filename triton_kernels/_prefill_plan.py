@@ -107,7 +107,7 @@ def pieces_of(
             count = min(total - done, PIECE)
             part = segment(
                 topk, count, request=r, token=first + done, position=position + done, protected=p,
-                sinks=rule.behind(p).sinks, window=window, biased=biased[r],
+                sinks=rule.after_prefix(p).sinks, window=window, biased=biased[r],
             )  # fmt: skip
             needed_room = cdiv(count, ROWS) * ROWS + part[0].used  # rows even for tokens of the prefix
             if pieces[-1] and needed_room > room:

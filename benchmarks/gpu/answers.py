@@ -4,8 +4,6 @@ The file that it writes has a record for every problem: whether the answer is ex
 the first choice led the second at every token. :func:`compare` holds two files against each other.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

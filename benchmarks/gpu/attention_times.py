@@ -4,8 +4,6 @@ The version of FlashAttention is the one that vLLM chooses on this GPU: 3 on Hop
 is a CUDA graph's replay with a cold cache. Rows go to a CSV file as they come.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 from functools import partial

@@ -6,8 +6,6 @@ Hopper GPU does not need is erased, and modules that serving text never imports 
 about the models, each with its checksum.
 """
 
-from __future__ import annotations
-
 import argparse
 import fnmatch
 import hashlib

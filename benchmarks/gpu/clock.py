@@ -1,7 +1,5 @@
 """Timing on a GPU, by Triton's ``do_bench``: the GPU's clock, with an empty cache before each call."""
 
-from __future__ import annotations
-
 import functools
 import statistics
 import time

@@ -5,8 +5,6 @@ boundary loss: a KL at the output would not reach them. If the base is trained t
 the initial model, which runs row by row; its pass counts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -5,8 +5,6 @@ not depend on either. Each case sends its requests, waits until every request th
 times rounds of decode steps. Rows go to a CSV file as they come.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json

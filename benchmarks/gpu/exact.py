@@ -1,7 +1,5 @@
 """Serving kernels on a GPU next to the float64 loop and the reference of the tests."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 
@@ -37,7 +35,7 @@ def serve_right(bench: Bench, name: str, steps: list[int], **options) -> Iterato
     Args:
         bench: device and dtype.
         name: problem of :data:`CASES`.
-        steps: tokens of a chunk of each request; 0 for a decode step of all.
+        steps: tokens of a chunk of each request, 0 for a decode step of all.
         options: fields of the problem that differ.
     """
     common = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, dtype=bench.dtype, q_dtype=bench.dtype)

@@ -5,8 +5,6 @@ The CUDA runtime finds device code in the section ``.nv_fatbin``: containers, ea
 before, and lazy loading never reads an image of another architecture.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 import subprocess

@@ -4,8 +4,6 @@ A small problem's kernels are those of a large one with other numbers of program
 programs for one request, and not for 64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch
@@ -141,11 +139,11 @@ def steps_right(bench: Bench, kind: str, requests: int) -> Iterator[dict]:
         wide, eager = (expected.attend(q, size**-0.5, dtype) for dtype in (torch.float64, bench.dtype))
         caches = Caches(pages, table, rule, budget)
         retained = [cache.position[..., rule.first_long :].sort(-1).values for cache in (caches, expected)]
-        same = retained[0].eq(retained[1]).all(-1)
-        assert (same | (expected.margin < CLOSE)).all(), (
-            f"other tokens after step {i}, margins {expected.margin[~same].tolist()[:5]}"
+        equal = retained[0].eq(retained[1]).all(-1)
+        assert (equal | (expected.margin < CLOSE)).all(), (
+            f"other tokens after step {i}, margins {expected.margin[~equal].tolist()[:5]}"
         )
-        compared = same.repeat_interleave(group, 1)  # other heads count as equal
+        compared = equal.repeat_interleave(group, 1)  # other heads count as equal
         sides.append(
             [
                 (torch.where(compared[..., None], out, 0), torch.where(compared, lse, 0))
@@ -153,7 +151,7 @@ def steps_right(bench: Bench, kind: str, requests: int) -> Iterator[dict]:
             ]
         )
     yield bench.row("steps", count, "count")
-    yield bench.row("heads that evicted another token by a close decision", int((~same).sum()), "count")
+    yield bench.row("heads that evicted another token by a close decision", int((~equal).sum()), "count")
     for i, name in enumerate(("out", "lse")):
         three = (torch.cat([side[j][i] for side in sides]) for j in range(3))
         yield from within(bench, *three, name, factor=3.0)

@@ -9,8 +9,6 @@ a graph, which is faster. A pass is one greedy token of every row, from embeddin
 bytes of weights and cache that it has to read, at the bandwidth of a large copy.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib.util
@@ -291,7 +289,9 @@ def served(bench: Bench) -> Iterator[dict]:
         f"{[len(tokens) for tokens in served_tokens]} tokens were generated"
     )
     equal = [
-        a == b for row, other in zip(served_tokens, cached_tokens, strict=True) for a, b in zip(row, other, strict=True)
+        a == b
+        for row, cached in zip(served_tokens, cached_tokens, strict=True)
+        for a, b in zip(row, cached, strict=True)
     ]
     yield bench.row("tokens of KVpopCache's", sum(equal) / len(equal), "share")
 

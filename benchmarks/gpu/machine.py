@@ -7,8 +7,6 @@ There are two machines. One has no vLLM: it takes vLLM 0.32 from the bundle. The
 0.33 installed with the torch that this requires, and uses no bundle. Run as a script, this makes the environment.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import os

@@ -7,8 +7,6 @@ SDPA attends to all tokens before each query. FlexAttention gets the mask of the
 The floor of attention is SDPA's time multiplied by the share of logits that is visible.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

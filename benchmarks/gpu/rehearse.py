@@ -9,8 +9,6 @@ It prints the host's time of an engine step, and how many launches, copies and w
 here alone: engines with policies and stock vLLM take turns, and prefill steps may not launch more than some kernels.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

@@ -263,8 +263,8 @@ class Run:
         state = json.loads(self.state.read_text())
         done = state.pop("done")
         if state != self.machine:
-            other = ", ".join(name for name in self.machine if state.get(name) != self.machine[name])
-            sys.exit(f"{self.out} has results of other {other}: move it away, or set OUT to another folder")
+            changed = ", ".join(name for name in self.machine if state.get(name) != self.machine[name])
+            sys.exit(f"{self.out} has results of other {changed}: move it away, or set OUT to another folder")
         return done
 
 

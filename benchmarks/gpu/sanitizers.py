@@ -1,7 +1,5 @@
 """Few cases of `decode_step` and `prefill_chunk` under compute-sanitizer, which reports errors in the log."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -14,8 +14,6 @@ With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 wi
 Nothing is timed then, and no CUDA graph is made.
 """
 
-from __future__ import annotations
-
 import csv
 import importlib
 import importlib.machinery
@@ -185,7 +183,7 @@ def run_sections(
         shares: section -> its seconds.
         results: the CSV file.
         about: columns of all rows.
-        only: names of cases; None for all.
+        only: names of cases, None for all.
     """
     ends, until, before = bench.until, time.monotonic(), finished(results, about)
     for section, share in shares.items():
@@ -299,7 +297,7 @@ def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
     """Make ops select an implementation on every device; other ops run the reference.
 
     Args:
-        implementation: name of the implementation; None for the usual choice.
+        implementation: name of the implementation, None for the usual choice.
 
     Yields:
         A set that receives the ops that were called, each with the implementation selected.

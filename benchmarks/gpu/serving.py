@@ -5,8 +5,6 @@ are the keys and values in use. For scorer and eviction they are the state, read
 and positions among which a victim is searched.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import SkipTest, mock
@@ -40,9 +38,9 @@ DENSE = tuple((context, requests) for context in (16384, 65536) for requests in 
 """Contexts and batches of dense attention to a contiguous cache."""
 FREE = 2 << 30
 """Bytes that must be free in addition to a dense cache."""
-BEHIND = "recency", "key norm", "mlstm", "mlstm read at once", "mean mass"
+TAILS = "recency", "key norm", "mlstm", "mlstm read at once", "mean mass"
 """Cases after a prefix that a chunk begins in, and after one that a chunk ends in."""
-FEW, FEW_FULL, FEW_BEHIND = ("recency", "mlstm", "moments"), (("mlstm", 1),), ("mlstm",)
+FEW, FEW_FULL, FEW_TAILS = ("recency", "mlstm", "moments"), (("mlstm", 1),), ("mlstm",)
 """Cases that run with interpreted kernels or under a sanitizer."""
 
 
@@ -58,7 +56,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     for kind, requests in FEW_FULL if bench.few else FULL:
         run = partial(steps_right, kind=kind, requests=requests)
         yield Case(f"decode_step is right at full size, {kind}, batch {requests}", run)
-    for name in FEW_BEHIND if bench.few else BEHIND:
+    for name in FEW_TAILS if bench.few else TAILS:
         run = partial(serve_right, name=name, steps=chunks, **prefix_sizes)
         yield Case(f"a prefix and its tail are right, {name}", run)
     needs = tuple(f"decode_step is right, {name}" for name in ("mlstm", "recency"))
@@ -135,7 +133,7 @@ def layer_step(bench: Bench, rule: RetentionRule, budget: int, requests: int, pr
     """Return the milliseconds of a layer's step of :func:`layers_of_step`."""
     replay, layers, out = layers_of_step(bench, rule, budget, requests, protected)
     time = milliseconds(replay) / layers
-    bench.check(bool(out.isfinite().all()), "outputs are not finite, as behind a wrong start")
+    bench.check(bool(out.isfinite().all()), "outputs are not finite, as after a wrong start")
     return time
 
 

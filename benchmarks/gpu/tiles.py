@@ -4,8 +4,6 @@ Times are those of a layer at Qwen3-8B's shapes. Decoding is with recency alone,
 attention and ordering.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 from unittest import SkipTest

@@ -5,8 +5,6 @@ long-range tokens of a query lie anywhere, as those of a scorer do: no block of 
 are far away. SDPA attends to all tokens. FlexAttention gets the same mask as a function of ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -4,8 +4,6 @@ lm-eval imports this file by path (`!function utils.NAME` in the YAML files). An
 math-verify, of which lm-eval's extra ``math`` is made.
 """
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from statistics import mean
@@ -21,7 +19,7 @@ def local_problems(problems: str | None = None, **_) -> datasets.DatasetDict:
     """Return the problems of a JSONL file as the split ``test``; each line has ``problem`` and ``answer``.
 
     Args:
-        problems: path of the file, from ``--metadata '{"problems": PATH}'``; by default the file of this folder.
+        problems: path of the file, from ``--metadata '{"problems": PATH}'``, by default the file of this folder.
 
     Raises:
         ValueError: the lines have no ``problem`` or no ``answer``.

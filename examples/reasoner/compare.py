@@ -14,8 +14,6 @@ tokens and as many slots in all. How long all this takes is printed before each 
 been timed.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -99,7 +97,7 @@ def gates_only(name: str) -> bool:
 
 
 def training_options(name: str) -> list[str]:
-    """Return the options of `kvpop distill` for a trained policy, without those for shares; see :data:`VARIANT`.
+    """Return the options of `kvpop distill` for a trained policy, without those for shares. See :data:`VARIANT`.
 
     With another window the long-range slots make up for it.
     """
@@ -107,8 +105,8 @@ def training_options(name: str) -> list[str]:
     options = TRAINED[variant["policy"]]
     if variant["window"]:
         window, topk = ROLES.search(options).groups()
-        more = int(variant["window"]) - int(window)
-        slots = " ".join(str(int(k) - more) for k in topk.split())
+        wider = int(variant["window"]) - int(window)
+        slots = " ".join(str(int(k) - wider) for k in topk.split())
         options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
     return options.split()
 
@@ -123,7 +121,7 @@ class Comparison:
         kinds: kinds of problems.
         rows: test problems of each kind.
         jobs: processes at once, one thread each.
-        size: steps of a problem; None for the kinds' own.
+        size: steps of a problem, None for the kinds' own.
         seed: other seeds have other test problems.
         untrained: names of training-free policies, of :data:`FREE`.
         shares: compressions whose shares trained policies are trained with a second time.
@@ -196,7 +194,7 @@ class Comparison:
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
         prompts, lengths = (
             [len(tokenizer(text)["input_ids"]) for text in texts]
-            for texts in zip(*((one["prompt"], one["prompt"] + one["response"]) for one in problems), strict=True)
+            for texts in zip(*((row["prompt"], row["prompt"] + row["response"]) for row in problems), strict=True)
         )
         budget = (min(lengths) - max(prompts)) // compression
         fixed = ["--data", self.validation, "--rows", CALIBRATION_ROWS, "--length", min(lengths), "--threads", 1]
@@ -207,13 +205,13 @@ class Comparison:
             return
         try:
             plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
-            other = differing(out, plan.settings)
+            keys = differing(out, plan.settings)
         except ConfigError as error:
             sys.exit(str(error))
         if json.loads((out / NAME).read_text())["unit"] not in (UNITS[0], plan.options.unit):
-            other.append("shares")
-        if other:
-            sys.exit(f"{out} was measured with other settings ({', '.join(other)}): name another folder, or remove it")
+            keys.append("shares")
+        if keys:
+            sys.exit(f"{out} was measured with other settings ({', '.join(keys)}): name another folder, or remove it")
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
@@ -248,7 +246,7 @@ class Comparison:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        names, variants = list(names), [name for one in names for name in (one, *self._with_trained_shares(one))]
+        names, variants = list(names), [name for base in names for name in (base, *self._with_trained_shares(base))]
         if any(not self._has(self.records / f"{name}.jsonl", self.rows) for name in variants):
             self._prepare()
         for name in variants:
@@ -334,7 +332,7 @@ class Comparison:
         """Write the tables of all records; differences are from the policy ``against``."""
         records = self._records()
         (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
-        pooled = [one | {"kind": "all", "unit": f"{one['kind']} {one['unit']}"} for one in records]
+        pooled = [record | {"kind": "all", "unit": f"{record['kind']} {record['unit']}"} for record in records]
         curves = curves_of(summarise_reasoning(pooled, against))
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
         tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items())

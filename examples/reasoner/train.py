@@ -8,8 +8,6 @@ Run the same command again to continue an interrupted training. The folder then 
 Problems grow as they are solved, from a few steps to the size that is tested.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 from pathlib import Path
@@ -79,7 +77,7 @@ class Curriculum(TrainerCallback, ExportableState):
 
     Args:
         kinds: kinds of problems.
-        sizes: largest size of each kind so far; 0 for a kind that has not begun.
+        sizes: largest size of each kind so far, 0 for a kind that has not begun.
         accuracies: moving average of each kind's share of right solutions.
     """
 
@@ -117,8 +115,8 @@ class Curriculum(TrainerCallback, ExportableState):
 
     def on_log(self, arguments, state, control, logs=None, **options) -> None:
         """Print sizes and accuracies."""
-        parts = zip(self.kinds, self.sizes, self.accuracies, strict=True)
-        print("  ".join(f"{kind} {size:.1f} ({right:.3f})" for kind, size, right in parts), flush=True)
+        columns = zip(self.kinds, self.sizes, self.accuracies, strict=True)
+        print("  ".join(f"{kind} {size:.1f} ({right:.3f})" for kind, size, right in columns), flush=True)
 
 
 class Batches(Dataset):

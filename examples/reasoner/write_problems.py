@@ -3,8 +3,6 @@
 python examples/reasoner/write_problems.py runs/problems.jsonl --kinds programs --count 4000
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence
@@ -24,7 +22,7 @@ def problems_text(kinds: Sequence[str], split: str = "train", count: int = COUNT
         kinds: kinds of problems.
         split: name of the seeds of problems.
         count: problems of each kind.
-        size: steps of a problem; None for the kind's own.
+        size: steps of a problem, None for the kind's own.
     """
     problems = (make_problem(kind, seed, size) for seed in SEEDS[split][:count] for kind in kinds)
     records = ({"prompt": problem.prompt, "response": problem.solution} for problem in problems)

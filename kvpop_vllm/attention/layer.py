@@ -1,7 +1,5 @@
 """Attention of one layer over a fixed-budget paged cache, for any engine: runs a planned step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -88,7 +86,7 @@ class FixedBudgetAttention:
                 self._prefill(q, k, v, pages, blocks, chunks, out, gate_scores)
 
     def _begin_tails(self, pages: Pages, blocks: Pages, batch: StepBatch) -> None:
-        """Begin the tails that begin in a step; arguments as in :meth:`forward`."""
+        """Begin the tails that begin in a step. Arguments are as in :meth:`forward`."""
         if (begun := batch.begun) is not None:
             ops.begin_tail(pages, begun.table, begun.prefix.on(blocks), rule=self.rule, impl=self.impl)
 
@@ -174,7 +172,7 @@ class FixedBudgetAttention:
         return batch.tokens[rows] + steps, rows, due
 
     def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunks: Chunks, out, gate_scores) -> None:
-        """Run chunks together, and what is due at the end of one that is alone; arguments as in :meth:`forward`."""
+        """Run chunks together, and what is due at the end of one that is alone. Arguments are as in :meth:`forward`."""
         if any(chunks.follows) and self.rule.compression.adaptive_head_budgets:
             budgets, table = load_page_table(pages, chunks.table, self.rule.compression)
             chunks = replace(chunks, budgets=budgets, table=table)
@@ -239,7 +237,7 @@ class FixedBudgetAttention:
     def _compress_prompt(
         self, pages: Pages, row, prefix: Prefix, budgets, after: RequestSlots, made_row, group
     ) -> None:
-        """Compress a prompt at its end; arguments as in :func:`kvpop_vllm.rules.compress.compress`."""
+        """Compress a prompt at its end. Arguments are as in :func:`kvpop_vllm.rules.compress.compress`."""
         options = {"group": group, "rule": self.rule, "scale": self.scale, "sink_logits": self.sink_logits}
         compress.compress(pages, row, prefix, budgets, after, made_row, **options)
 

@@ -3,8 +3,6 @@
 An engine that measures its memory before it has a cache runs these steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Scores that arrive one token late: the score of token t + 1 decides about token t (DMS, authors' code)."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.chunks import send

@@ -4,8 +4,6 @@ The figure has two panels: the newest measurement of ``benchmarks/decode.py``, a
 ``examples/reasoner/compare.py`` has recorded. The table lists all settings of the former.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import statistics

@@ -1,7 +1,5 @@
 """Canonical and allocated bytes of a request's cache and of a pool (docs/maintaining.md)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
@@ -66,7 +64,7 @@ def kept_tokens(
     """
     protected = min(protected, length)
     # sinks of a request with a prefix lie in it
-    sinks = retention.sinks - retention.behind(protected).sinks
+    sinks = retention.sinks - retention.after_prefix(protected).sinks
     counts: Counter[int] = Counter()
     for budget, many in (shares.counts if shares else {retention.budget: heads}).items():
         counts[protected + min(length - protected, budget - sinks)] += many

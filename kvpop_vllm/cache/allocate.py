@@ -1,10 +1,8 @@
 """Empty pages for engines without a block allocator."""
 
-from __future__ import annotations
-
 import torch
 
-from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.cache.pages import PageLayout, Pages
 
 
 def allocate_pages(
@@ -12,7 +10,6 @@ def allocate_pages(
     budget: int,
     *,
     length: int | None = None,
-    protected: int = 0,
     requests: int = 1,
     device: torch.device | str = "cpu",
 ) -> tuple[Pages, torch.Tensor]:
@@ -21,17 +18,14 @@ def allocate_pages(
     Args:
         layout: page layout of the layer.
         budget: B, of the head with the most.
-        length: longest sequence of a request, prefix included, if its tail may need less than B; None
-            reserves B.
-        protected: p, tokens of each request's prefix.
+        length: longest sequence of a request, which may need less than B. None reserves B.
         requests: R.
         device: device of the pages.
 
     Returns:
-        The pages, zeroed, and the table ``[R, H, P]`` int32: prefix blocks, state blocks, slot blocks.
+        The pages, zeroed, and the table ``[R, H, P]`` int32: state blocks, slot blocks.
     """
-    tokens = budget if length is None else max(1, length - protected)
-    blocks = cdiv(protected, layout.block_slots) + layout.blocks(tokens, budget)
+    blocks = layout.blocks(budget if length is None else max(1, length), budget)
     raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
     rows = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
     return layout.view(raw), rows.unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

@@ -47,12 +47,12 @@ class Chunks:
         follows: True if the previous chunk of the step ends with the request's prompt, which is compressed there. Heads
             that divide their slots have pages of their own only after that.
         table: ``[R, H, P]`` int32, pages of the tails.
-        prefix: prefixes of the requests, with their numbers on the CPU; None if no request has one.
-        seeds: ``[R]`` int64, seeds of the draws; None if nothing is drawn.
+        prefix: prefixes of the requests, with their numbers on the CPU, None if no request has one.
+        seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
         after: what each request is after the end of its prompt, if the chunk is part of a prompt that is compressed
             there, else None.
         closes: True if the chunk ends with the request's prompt, which is compressed right after it.
-        made_table: ``[R, F]`` int32, blocks of the slots that are made of prompts; None if none is compressed.
+        made_table: ``[R, F]`` int32, blocks of the slots that are made of prompts, None if none is compressed.
     """
 
     starts: Sequence[int]
@@ -94,10 +94,10 @@ class Chunks:
     def part(self, r: int, start: int | None = None, end: int | None = None) -> Chunks:
         """Return the tokens at positions ``[start, end)`` of chunk r, by default all, as chunks of one request."""
         start, end = self.starts[r] if start is None else start, self.ends[r] if end is None else end
-        first, one = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
+        first, row = self.firsts[r] + start - self.starts[r], slice(r, r + 1)
         names = ("budgets", "table", "seeds", "made_table", "windows", "slots", "follows", "after", "closes")
-        columns = {name: None if (x := getattr(self, name)) is None else x[one] for name in names}
-        columns["prefix"] = None if self.prefix is None else self.prefix.of(one)
+        columns = {name: None if (x := getattr(self, name)) is None else x[row] for name in names}
+        columns["prefix"] = None if self.prefix is None else self.prefix.of(row)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
         # what is memoised is of all chunks
         return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})

@@ -3,8 +3,6 @@
 A CUDA graph that is recorded with them serves every later step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -58,7 +56,7 @@ class DeviceRows:
         compressed: ``[capacity]`` booleans, True for requests whose prompt has been compressed.
         prefix_table: ``[capacity, F]`` int32, prefix blocks of each request and the blocks after them.
         tokens: ``[capacity]`` int64, index of the first new token of each request in the flat batch.
-        drafts: ``[capacity]`` int32, number of new tokens after the first; -1 in rows of padding and of chunks.
+        drafts: ``[capacity]`` int32, number of new tokens after the first, -1 in rows of padding and of chunks.
         written: ``[capacity, 1 + m]`` int64, index of each new token that is protected, else 0. This and the next
             two are for rows with drafts; a kernel writes protected tokens of other rows.
         token_blocks: ``[capacity, 1 + m]`` int64, block of each new token that is protected, else :data:`NULL_BLOCK`.

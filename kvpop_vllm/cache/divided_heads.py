@@ -1,7 +1,5 @@
 """Heads that divide a layer's slots at the end of a prompt, and their pages (DESIGN "Compression at a prompt's end")."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv
@@ -75,7 +73,7 @@ def load_page_table(
         pages: pages of the layer, indexed by region.
         rows: ``[R, H, W]`` regions of the requests' blocks, as for equal heads.
         compression: way in which prompts are compressed, which determines the offset in the state.
-        width: P; by default that of the head with the most pages.
+        width: P, by default that of the head with the most pages.
     """
     column, word = _place(pages.layout, compression)
     words = pages.state[:, 0][rows[:, :, column].long(), word]  # regions of all heads are the same memory

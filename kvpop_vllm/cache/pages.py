@@ -60,8 +60,8 @@ class PageLayout:
         head_size: D, in elements.
         dtype: element type of K and V.
         block_slots: N, slots per block; a multiple of 16 so that each array starts at a multiple of 16 bytes.
-        state_floats: number of float32 values in the recurrent state of one head; 0 for stateless policies.
-        drafts: m, largest number of drafts of a step; 0 without speculative decoding.
+        state_floats: number of float32 values in the recurrent state of one head, 0 for stateless policies.
+        drafts: m, largest number of drafts of a step, 0 without speculative decoding.
         draft_query_bytes: bytes of the queries that are staged with each draft of a KV head, 0 if none are
             (:meth:`kvpop_vllm.kernels.ops.RetentionRule.draft_query_bytes`).
 
@@ -161,7 +161,7 @@ class StagedDraft(NamedTuple):
         k, v: ``[D]`` in the layout's dtype.
         q: ``[draft_query_bytes]`` uint8, the queries of the head's group.
         score: ``[1]`` float32, gate score.
-        position: ``[1]`` int32, position of the draft; -1 if none is staged here.
+        position: ``[1]`` int32, position of the draft, -1 if none is staged here.
     """
 
     k: torch.Tensor
@@ -301,9 +301,9 @@ class Prefix:
     A bias is any finite number. The score fields of all other tokens are not used.
 
     Attributes:
-        pages: the layer's cache, indexed by block; None as long as no layer is chosen.
+        pages: the layer's cache, indexed by block, None as long as no layer is chosen.
         table: ``[R, F]`` int32 block numbers.
-        tokens: ``[R]`` int64, p of each request; 0 for a request without protected tokens.
+        tokens: ``[R]`` int64, p of each request, 0 for a request without protected tokens.
         biased: ``[R]`` int64, number of leading tokens that have a bias, at most p, on the device of ``tokens``; None
             if no request has any.
     """

@@ -7,8 +7,6 @@ sequence grows, heads whose budgets are full claim no more pages. The claimed re
 ones, and less than one block is reserved beyond what is used.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -130,7 +128,7 @@ class RegionShares(EqualHeads):
         layout: page layout, the same for all layers.
         num_blocks: blocks of the pool.
         device: device of the returned tables.
-        division: budgets for requests with other budgets; None if there are none.
+        division: budgets for requests with other budgets, None if there are none.
         shard: index of this rank among the shards of the division.
     """
 
@@ -233,4 +231,4 @@ class RegionShares(EqualHeads):
 
 
 cached_region_shares = functools.lru_cache(maxsize=8)(RegionShares)
-"""The cached map that all layers of a rank share; arguments are those of :class:`RegionShares`."""
+"""The cached map that all layers of a rank share. Arguments are those of :class:`RegionShares`."""

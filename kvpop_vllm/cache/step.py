@@ -78,14 +78,14 @@ def cut_at_prompt_end(span: Span) -> list[Span]:
     slots, after, inside = span.slots, span.after, span.protected
     if after is None:
         return [span]
-    parts = []
+    pieces = []
     if inside:
         sizes = {"budget": after.budget, "window": after.window}
-        parts.append(span._replace(length=inside, slots=slots._replace(**sizes)))
+        pieces.append(span._replace(length=inside, slots=slots._replace(**sizes)))
     if inside < span.length:
         place = {"first": span.first + inside, "start": span.start + inside - after.shift}
-        parts.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
-    return parts
+        pieces.append(span._replace(**place, length=span.length - inside, slots=after, after=None, compressed=True))
+    return pieces
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class RequestBlocks:
 
     Attributes:
         tails: ``[requests, W]`` int32, blocks of state and slots.
-        prefixes: ``[requests, F]`` int32, blocks of prefixes; None if no request has one.
-        made_blocks: ``[requests, F]`` int32, blocks of the slots made of prompts; None if none is compressed.
+        prefixes: ``[requests, F]`` int32, blocks of prefixes, None if no request has one.
+        made_blocks: ``[requests, F]`` int32, blocks of the slots made of prompts, None if none is compressed.
     """
 
     tails: torch.Tensor
@@ -118,7 +118,7 @@ class RequestBlocks:
             slots: slots of each request.
             size: N, slots per block.
             after: what each request is after the end of its prompt, or None if prompts are not compressed.
-            widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled; None for all of them.
+            widths: columns of ``tails`` and of ``prefixes``, for which GPU kernels are compiled, None for all of them.
         """
         columns, prefixes, made_blocks = [cdiv(record.prefix, size) for record in slots], table[:, : widths[1]], None
         if after is not None:
@@ -176,8 +176,8 @@ class DecodeRows:
             nothing is drawn.
         compressed: ``[R]`` booleans, True for requests whose prompt has been compressed.
         prefix: prefixes of the requests, None if no request has one.
-        writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each; None if there are none.
-        drafts: ``[R]`` int32, drafts of each request, -1 for one with a chunk; None without speculative decoding.
+        writes: indices, blocks and slots of protected tokens, ``[n]`` int64 each, None if there are none.
+        drafts: ``[R]`` int32, drafts of each request, -1 for one with a chunk, None without speculative decoding.
         flat: part of the flat batch that holds their tokens and drafts, perhaps among others.
     """
 
@@ -234,7 +234,7 @@ class DecodeRows:
 
     @property
     def seeds(self) -> torch.Tensor | None:
-        """``[R]`` int64, seeds of the draws; None if nothing is drawn."""
+        """``[R]`` int64, seeds of the draws, None if nothing is drawn."""
         return self.numbers.get("seed")
 
     @functools.cached_property
@@ -282,11 +282,11 @@ class StepBatch(DecodeRows):
         budgets: ``[R, H]`` int32, B of each of their heads.
         chunks: chunks of the other requests.
         requests: index in the flat batch of each request with tokens, decoded ones first.
-        starts: ``[n]`` int64, first position of each of these requests; 0 if it is at most p, because the tail then
+        starts: ``[n]`` int64, first position of each of these requests, 0 if it is at most p, because the tail then
             starts over. None if the host must not wait for it, or if another layer has checked them; each kernel then
             checks its own requests.
         first_pages: ``[n, H, S + 1]`` int64, the S pages of each head's state and the one of slot 0, which stores
-            ``tokens_seen``; None as for ``starts``.
+            ``tokens_seen``, None as for ``starts``.
         begun: requests whose tails begin in this step, None if there are none.
         late: as in :class:`StepPlan`.
     """
@@ -310,10 +310,10 @@ class Between(NamedTuple):
     Attributes:
         starts: number of tokens that each has processed.
         slots: slots of each.
-        after: what each is after the end of its prompt, with which the last step has ended; None if rounds are due.
+        after: what each is after the end of its prompt, with which the last step has ended, None if rounds are due.
         blocks: where they lie.
-        prefix: their prefixes, with their numbers on the CPU; None if no request has one.
-        seeds: ``[n]`` int64, seeds of the draws; None if nothing is drawn.
+        prefix: their prefixes, with their numbers on the CPU, None if no request has one.
+        seeds: ``[n]`` int64, seeds of the draws, None if nothing is drawn.
     """
 
     starts: list[int]
@@ -373,10 +373,10 @@ class StepPlan:
         self.layout, self.checks, self.late, self._shared = layout, checks, late, None
         singles, chunked = [], []
         for span in spans:
-            parts = [span] if span.after is None else cut_at_prompt_end(span)
-            decoded = rows is None and span.is_decoded and parts[0].after is None
+            pieces = [span] if span.after is None else cut_at_prompt_end(span)
+            decoded = rows is None and span.is_decoded and pieces[0].after is None
             if span.length:
-                (singles if decoded else chunked).extend(parts)
+                (singles if decoded else chunked).extend(pieces)
         # a chunk after staged drafts: those that were accepted enter the cache before it
         resumed = [span for span in chunked if span.start > span.slots.prefix] if layout.drafts else []
         if rows is None:
@@ -480,7 +480,7 @@ class StepPlan:
         return batch
 
     def _place(self, shares: EqualHeads, layer: int) -> StepBatch:
-        """Return the step in the pages of a layer; arguments as in :meth:`batch`."""
+        """Return the step in the pages of a layer. Arguments are as in :meth:`batch`."""
         rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
         step = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
         if rows.decodes:
@@ -498,10 +498,10 @@ class StepPlan:
             step |= {"requests": self.requests, "starts": self.starts, "first_pages": first}
         if begun is not None:
             tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
-            parts = [rows_of(table, chosen) for table, chosen in tables if chosen]
-            width = max(part.shape[2] for part in parts)  # requests of other budgets may have fewer pages
-            parts = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in parts]
-            begun = begun._replace(table=torch.cat(parts) if len(parts) > 1 else parts[0])
+            paged = [rows_of(table, chosen) for table, chosen in tables if chosen]
+            width = max(part.shape[2] for part in paged)  # requests of other budgets may have fewer pages
+            paged = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in paged]
+            begun = begun._replace(table=torch.cat(paged) if len(paged) > 1 else paged[0])
         return StepBatch(**step, chunks=chunks, begun=begun, late=self.late)
 
 
@@ -523,7 +523,7 @@ def plan_batch(
         lengths: tokens of each request, these included.
         table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
         after: what each request is after the end of its prompt, or None if prompts are not compressed.
-        drafts: number of drafts among the tokens of each request; None if there are none.
+        drafts: number of drafts among the tokens of each request, None if there are none.
     """
     firsts, starts = itertools.accumulate(counts, initial=0), map(operator.sub, lengths, counts)
     columns = itertools.count(), firsts, starts, counts, slots

@@ -34,6 +34,26 @@ def add_calibrate(commands) -> None:
         metavar="TEXT",
         help="text, JSONL, Parquet or datasets folders (default: 300 kB of prose, code and chat of this package)",
     )
+    _add_policies(command)
+    _add_rows(command)
+    for name, things in (("tensor", "ranks"), ("pipeline", "stages")):
+        command.add_argument(
+            f"--{name}-parallel-size",
+            type=positive,
+            default=1,
+            metavar="N",
+            help=f"{things} that will serve the model, among which slots are balanced (default 1)",
+        )
+    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
+    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    command.add_argument(
+        "--dry-run", action="store_true", help="say how long it takes and how much memory, and write nothing"
+    )
+    command.set_defaults(run=run_calibrate)
+
+
+def _add_policies(command) -> None:
+    """Add what is measured: shares of layers or heads, and the policies and budgets of the report."""
     command.add_argument(
         "--shares",
         choices=("layer", "head"),
@@ -61,6 +81,10 @@ def add_calibrate(commands) -> None:
         help="budgets of the report, in tokens after a protected prompt; the middle one is recommended (default: 1/2, 1/4 and"
         " 1/8 of a row)",
     )
+
+
+def _add_rows(command) -> None:
+    """Add the options of rows of text."""
     command.add_argument("--length", type=positive, metavar="S", help="tokens of a row (default 2048)")
     command.add_argument(
         "--rows",
@@ -71,20 +95,6 @@ def add_calibrate(commands) -> None:
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
     )
-    for name, things in (("tensor", "ranks"), ("pipeline", "stages")):
-        command.add_argument(
-            f"--{name}-parallel-size",
-            type=positive,
-            default=1,
-            metavar="N",
-            help=f"{things} that will serve the model, among which slots are balanced (default 1)",
-        )
-    command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
-    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
-    command.add_argument(
-        "--dry-run", action="store_true", help="say how long it takes and how much memory, and write nothing"
-    )
-    command.set_defaults(run=run_calibrate)
 
 
 def options_of(options) -> Options:

@@ -1,7 +1,5 @@
 """Division of slots among layers and heads by marginal gain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -53,9 +51,9 @@ def divide(curves: Sequence[Curve], mean: float) -> list[float]:
     left = mean * heads - sum(len(curve.heads) * size for curve, size in zip(curves, slots, strict=True))
     # hulls fall less and less steeply, so the falls of a curve come in their order
     for _, number, size in sorted(falls, reverse=True):
-        more = min(size, left / len(curves[number].heads))
-        slots[number] += more
-        left -= more * len(curves[number].heads)
+        added = min(size, left / len(curves[number].heads))
+        slots[number] += added
+        left -= added * len(curves[number].heads)
     return [count + left / heads for count in slots]
 
 

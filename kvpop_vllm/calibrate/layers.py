@@ -91,8 +91,8 @@ class RowReplay:
         return value if axis is None else value.narrow(axis, self.length - self.queries, self.queries)
 
     def _log_probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        head, parts = self.model.get_output_embeddings(), hidden.split(POSITIONS)
-        return torch.cat([head(part).float().log_softmax(-1) for part in parts])
+        head, blocks = self.model.get_output_embeddings(), hidden.split(POSITIONS)
+        return torch.cat([head(part).float().log_softmax(-1) for part in blocks])
 
     def run_from(self, layer: int, attend: Again) -> torch.Tensor:
         """Return the last hidden states of the last queries, ``[V, Q, E]``.
@@ -136,8 +136,8 @@ class RowReplay:
         losses = []
         # variant by variant, since log-probabilities of all would take V times the memory
         for variant in hidden:
-            parts = zip(variant.split(POSITIONS), self.exact.split(POSITIONS), strict=True)
-            of_parts = [_divergences(self._log_probabilities(part), exact) for part, exact in parts]
+            blocks = zip(variant.split(POSITIONS), self.exact.split(POSITIONS), strict=True)
+            of_parts = [_divergences(self._log_probabilities(part), exact) for part, exact in blocks]
             losses.append(torch.cat(of_parts).double().mean().cpu())
         # rounding may make a divergence negative
         return torch.stack(losses).clamp_min(0)
@@ -155,12 +155,12 @@ class _Reading:
         self.row = row
 
     def __call__(self, layer, q, k, v, scale):
-        """Return the attention of a layer; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         self.row.note_attention(q, k, v)
         return Dense()(layer, q, k, v, scale)
 
     def local(self, layer, q, k, v, scale, kind, size):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`."""
         self.row.local_keys[layer] = k, v
         return local_attention(q, k, v, scale, kind, size)
 
@@ -183,12 +183,12 @@ class Again:
         return Dense()(layer, q, *self.row.joined(k, v, self.row.attended[layer][1:]), scale)
 
     def local(self, layer, q, k, v, scale, kind, size):
-        """Return the attention of a layer with windows or chunks; see :class:`kvpop_vllm.model_hook.Attend`."""
+        """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`."""
         return local_attention(q, *self.row.joined(k, v, self.row.local_keys[layer]), scale, kind, size)
 
 
 class Windowed:
-    """Attention of the last queries of a layer that sees the first tokens and a window; see :data:`Kept`.
+    """Attention of the last queries of a layer that sees the first tokens and a window. See :data:`Kept`.
 
     Args:
         first: number of first tokens that are seen.
@@ -207,7 +207,7 @@ class Windowed:
 
 
 class Evicting:
-    """Attention of the last queries of a layer under a policy; see :data:`Kept`.
+    """Attention of the last queries of a layer under a policy. See :data:`Kept`.
 
     Args:
         policy: the policy; its sinks and window belong to every size.
@@ -284,8 +284,8 @@ class Shared(Again):
 @torch.inference_mode()
 def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[float]:
     """Return the KL with each table of windows ``[V, layers, H]``, in nats per token."""
-    parts = (Shared(row, first, part) for part in windows.split(variants_at_once(row.queries, row.length)))
-    return [loss for part in parts for loss in row.divergence(row.run_from(0, part)).tolist()]
+    groups = (Shared(row, first, part) for part in windows.split(variants_at_once(row.queries, row.length)))
+    return [loss for part in groups for loss in row.divergence(row.run_from(0, part)).tolist()]
 
 
 @torch.inference_mode()

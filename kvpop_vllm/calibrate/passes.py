@@ -1,7 +1,5 @@
 """Divergence of rows under a policy, on the kernels of serving."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,5 +113,5 @@ class Passes:
         seconds = time.process_time() - began
         head = self.model.get_output_embeddings()
         # logits of all positions at once may take more memory than the pass itself
-        parts = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
-        return torch.cat([head(part).float().log_softmax(-1) for part in parts]), seconds
+        blocks = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
+        return torch.cat([head(part).float().log_softmax(-1) for part in blocks]), seconds

@@ -1,7 +1,5 @@
 """Settings of a calibration, what follows from them, and the work that it takes."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass
@@ -58,12 +56,12 @@ class Options:
     Attributes:
         model: folder of the model.
         out: folder to write.
-        data: files and folders of text; empty for the text of this package.
+        data: files and folders of text, empty for the text of this package.
         unit: ``layer`` or ``head``.
-        policy: name of the policy that decides about shares; None for the scorer's, else :data:`PROBE`.
+        policy: name of the policy that decides about shares, None for the scorer's, else :data:`PROBE`.
         policies: names of further policies of the report.
         scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
-        budgets: budgets of the report, in tokens, descending; empty for :data:`BUDGETS`.
+        budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
         protect: True to protect the prompts of documents.
@@ -96,8 +94,8 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
     for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
-            why = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
-            raise ConfigError(f"{flag} {name} {why}")
+            end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
+            raise ConfigError(f"{flag} {name} {end}")
     names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
@@ -280,8 +278,8 @@ class Plan:
         """Passes of a row in a round of improvement."""
         if self.decides == PROBE:
             return 0
-        parts = len({shard.heads for shard in self.shards})
-        units = self.shape.num_layers * parts + self.split * (self.shape.num_kv_heads - parts)
+        ranks = len({shard.heads for shard in self.shards})
+        units = self.shape.num_layers * ranks + self.split * (self.shape.num_kv_heads - ranks)
         return 2 * units + 3 * len(self.budgets)
 
 

@@ -1,7 +1,5 @@
 """Measurements of a calibration, kept line by line, so that an interrupted call goes on."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -43,9 +41,9 @@ class Records:
                 (folder / name).unlink(missing_ok=True)
             self._append({"settings": settings})
             return
-        if other := differing(folder, settings):
+        if changed := differing(folder, settings):
             raise ConfigError(
-                f"{folder} holds measurements with other settings ({', '.join(other)}): choose another --out, or remove {self.path}"
+                f"{folder} holds measurements with other settings ({', '.join(changed)}): choose another --out, or remove {self.path}"
             )
         try:
             # lists cannot be keys of a dict

@@ -1,7 +1,5 @@
 """Rows of text that a calibration measures on, and as many that it has not seen."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Iterator
@@ -47,7 +45,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     fewer, every second row goes to each side.
 
     Args:
-        paths: files and folders of text; empty for the text of this package.
+        paths: files and folders of text, empty for the text of this package.
         tokenizer: the model's tokenizer.
         length: S.
         rows: most rows of a side.
@@ -57,7 +55,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     encoder = DocumentEncoder(tokenizer, vocab_size)
     documents = documents_of(find_sources(paths)) if paths else _own_documents(tokenizer)
     pieces = list((_documents if protect else _passages)(encoder, documents, length))
-    pieces = [piece for _, piece in sorted(pieces, key=lambda one: one[0])]  # first those that begin a document
+    pieces = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]  # first those that begin a document
     units = units_of([row for row, _ in pieces])
     numbers = list(dict.fromkeys(units))
     random.Random(0).shuffle(numbers)  # a text may take turns between kinds of documents
@@ -92,15 +90,15 @@ Pieces = Iterator[tuple[int, tuple[Row, int]]]
 
 def _passages(encoder: DocumentEncoder, documents, length: int) -> Pieces:
     """Yield rows that follow each other in the documents; one that a document does not fill goes on with the next."""
-    rest, names, keys = np.empty(0, np.int32), [], []
+    remaining, names, keys = np.empty(0, np.int32), [], []
     for document, ids in encoder.encode(documents):
-        rest = np.concatenate([rest, ids, np.array([encoder.eos], np.int32)])
+        remaining = np.concatenate([remaining, ids, np.array([encoder.eos], np.int32)])
         names, keys = [*names, document.origin], [*keys, key_of(document)]
-        for number in range(len(rest) // length):
-            tokens = torch.from_numpy(rest[number * length : (number + 1) * length].astype(np.int64))
+        for number in range(len(remaining) // length):
+            tokens = torch.from_numpy(remaining[number * length : (number + 1) * length].astype(np.int64))
             yield number, (Row(tokens, names, keys), 0)
-        if len(rest) >= length:  # the end of a document does not begin a row
-            rest, names, keys = np.empty(0, np.int32), [], []
+        if len(remaining) >= length:  # the end of a document does not begin a row
+            remaining, names, keys = np.empty(0, np.int32), [], []
 
 
 def _documents(encoder: DocumentEncoder, documents, length: int) -> Pieces:

@@ -1,7 +1,5 @@
 """`kvpop calibrate`: runs the stages, writes the folder, and prints the report."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import time
@@ -129,8 +127,8 @@ def dry_run(options: Options) -> None:
     row = stages.replay(0)
     dense = time.monotonic()
     layer_losses(row, layer, stages.dry_attention(), plan.sizes)
-    again = (time.monotonic() - dense) / plan.layer_cost(layer, count)
-    seconds = plan.replays * again + plan.passes * (dense - began)
+    replay_time = (time.monotonic() - dense) / plan.layer_cost(layer, count)
+    seconds = plan.replays * replay_time + plan.passes * (dense - began)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     size, shape = weights + memory(plan), plan.shape
     print(

@@ -1,7 +1,5 @@
 """Stages of a calibration: losses of layers, a table of shares, windows of policies, a verdict by other rows."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
@@ -287,7 +285,7 @@ class Stages:
         return self._choice_of(self.plan.decides, budget, WINDOWS[0], table)
 
     def _choice_of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
-        """Return a policy with a table of shares and a window, a fraction of ``B - s``; None for its own."""
+        """Return a policy with a table of shares and a window, a fraction of ``B - s``. None stands for its own."""
         fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
         return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
 

@@ -1,7 +1,5 @@
 """Statistics of a model's queries (:mod:`kvpop_vllm.calibration.statistics`), measured on texts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -37,7 +35,7 @@ class QuerySums:
         self.norm: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention; see :class:`Attend`."""
+        """Add a layer's queries ``[B, Hq, S, D]`` to its sums, and return its attention. See :class:`Attend`."""
         # back to position 0, since a row begins there
         base = turned(q.double(), -torch.arange(q.shape[2], device=q.device), rope_at(self.rope, layer))
         sums = {"mean": base.sum((0, 2)), "norm": band_norms(base, _pairs(self.rope, layer, q.shape[3])).sum((0, 2))}
@@ -72,12 +70,12 @@ def query_statistics(model: torch.nn.Module, rows: Iterable[Sequence[int]]) -> Q
     if len(sums.tokens) != shape["num_layers"]:
         raise ConfigError(f"{len(sums.tokens)} of {shape['num_layers']} layers have attended: give texts, or {ADVICE}")
     sizes = {name: shape[name] for name in ("model_type", "num_layers", "num_heads", "num_kv_heads", "head_dim")}
-    parts = {
+    tensors = {
         name: [(by_layer[i] / sums.tokens[i]).float().cpu() for i in range(shape["num_layers"])]
         for name, by_layer in (("mean", sums.mean), ("norm", sums.norm))
     }
     sizes |= {"layers": shape.get("layers", ()), "rope": rope, "tokens": sums.tokens[0]}
-    statistics = QueryStatistics(**sizes, **parts)
+    statistics = QueryStatistics(**sizes, **tensors)
     statistics.check("these statistics")
     return statistics
 

@@ -4,8 +4,6 @@
 ``{"shares": [layers][H]}`` alone, as the config of a scorer with shares does; other keys are ignored.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,11 +52,11 @@ class Calibration:
         head_dim: its head size.
         rope: its rope parameters (:func:`kvpop_vllm.rope.rope_of`), None if layers differ in them.
         unit: one of :data:`UNITS`.
-        shares: ``[layers][H]``, long-range slots of each head over the mean; None if all are equal.
+        shares: ``[layers][H]``, long-range slots of each head over the mean, None if all are equal.
         windows: for each measured policy the window as a fraction of ``B - s``.
         policy: the recommended policy, None in a file of shares.
         budget: the recommended B in tokens, None in a file of shares.
-        layers: indices in the model of the layers, empty if these are all; None where a file of shares does not say it.
+        layers: indices in the model of the layers, empty if these are all, None where a file of shares does not say it.
     """
 
     model_type: str | None

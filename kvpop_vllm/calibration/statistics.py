@@ -15,8 +15,6 @@ tensor                 shape        content
 Functions that read or check a file raise ConfigError.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -72,10 +70,6 @@ class QueryStatistics:
         """Return the angles per position ``[pairs]`` (radians, float64) of the pairs of channels that a layer rotates."""
         rope = rope_at(self.rope, layer)
         return torch.zeros(0).double() if rope is None else inverse_frequencies(rope, self.head_dim).double()
-
-    def concentration(self, layer: int) -> torch.Tensor:
-        """Return the norm of the mean query over the mean norm, ``[Hq, F]`` from 0 to 1, of a layer."""
-        return band_norms(self.mean[layer], len(self.frequencies(layer))) / self.norm[layer].clamp_min(1e-12)
 
     def check(self, source: str) -> None:
         """Check sizes, rope parameters and tensors; ``source`` names the folder in errors."""
@@ -134,8 +128,8 @@ def read_statistics(folder: str | Path) -> QueryStatistics:
         raise ConfigError(
             f"{tensors_path}: tensor {wrong[0]} is {'unexpected' if wrong[0] in tensors else 'missing'}: {ADVICE}"
         )
-    parts = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
-    statistics = QueryStatistics(**config, **parts)
+    by_name = {name: [tensors[f"layers.{i}.{name}"] for i in range(layers)] for name in ("mean", "norm")}
+    statistics = QueryStatistics(**config, **by_name)
     statistics.check(str(folder))
     return statistics
 
@@ -152,7 +146,7 @@ def write_statistics(folder: str | Path, statistics: QueryStatistics) -> None:
     statistics.check(str(folder))
     omitted = "mean", "norm", *(() if statistics.layers else ("layers",))
     config = {name: value for name, value in asdict(statistics).items() if name not in omitted}
-    parts = {"mean": statistics.mean, "norm": statistics.norm}
+    by_name = {"mean": statistics.mean, "norm": statistics.norm}
     # safetensors writes contiguous tensors only
-    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in parts.items() for i, t in enumerate(layers)}
+    flat = {f"layers.{i}.{name}": t.contiguous() for name, layers in by_name.items() for i, t in enumerate(layers)}
     write_files(folder, CONFIG_NAME, SCHEMA.header | config, TENSORS_NAME, flat)

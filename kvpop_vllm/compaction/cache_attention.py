@@ -1,7 +1,5 @@
 """Attention over a compact cache and a request's own tokens, for transformers models loaded by :mod:`kvpop_vllm.model_hook`."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.model_hook import Attend, Dense, hidden_states
@@ -58,7 +56,7 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
     if segments is None:
         segments = torch.zeros(count, dtype=torch.int64, device=q.device)
     heads = k.shape[1] if bias is not None else 1
-    parts = []
+    outputs = []
     for a in range(0, count, ROWS):
         b = min(a + ROWS, count)
         order = torch.arange(a, b, device=q.device).unsqueeze(1) >= torch.arange(b, device=q.device)
@@ -71,7 +69,7 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
         # a mask has one head, or that of every query head
         if heads > 1 and group > 1:
             mask = mask.repeat_interleave(group, 0)
-        parts.append(
+        outputs.append(
             torch.nn.functional.scaled_dot_product_attention(
                 q[:, :, a:b],
                 keys[:, :, : slots + b],
@@ -81,4 +79,4 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
                 enable_gqa=group > 1,
             )
         )
-    return torch.cat(parts, 2)
+    return torch.cat(outputs, 2)

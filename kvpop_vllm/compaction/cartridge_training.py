@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -18,14 +16,13 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__
+from kvpop_vllm.compaction.base_model import base_of, check_base
 from kvpop_vllm.compaction.cartridge import (
     CONFIG_NAME,
     TENSORS_NAME,
     Cartridge,
     CartridgeConfig,
     Layer,
-    base_of,
-    check_base,
     looks_like_cartridge,
     read_cartridge,
     write_cartridge,
@@ -75,7 +72,7 @@ class Training:
     init: str | None = None
 
     def check(self) -> None:
-        """Check the numbers."""
+        """Check that the learning rate is positive and finite, and that there are conversations for a batch."""
         if not 0 < self.lr < math.inf:
             raise ConfigError(f"--lr {self.lr} is not a number above 0: give 0.02, or less if the loss rises")
         if self.batch > self.conversations:
@@ -91,7 +88,6 @@ def train_cartridge(
     *,
     engine: Engine | None = None,
     save_every: int = 50,
-    quiet: bool = False,
 ) -> CartridgeConfig:
     """Start or continue the training of a cartridge, write it, print one line, and return its config.
 
@@ -103,7 +99,6 @@ def train_cartridge(
         training: further options.
         engine: makes conversations, None for transformers.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
 
     Raises:
         TrainingError: training cannot go on.
@@ -122,10 +117,8 @@ def train_cartridge(
     arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
     run = Path(out) / "run"
-    # digests, since a continued run must begin with the contents of the same files
-    start_digest = start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
     settings = {"model": str(Path(model).resolve())} | arguments
-    settings |= {"corpus": corpus, "start": start_digest, "head": place.head}
+    settings |= {"corpus": corpus, "start": _digest(start, first), "head": place.head}
     # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)
 
@@ -133,18 +126,16 @@ def train_cartridge(
     loaded = None if engine else load(model, options.dtype)
     conversations = []
     if training.steps:
-        stop = stop_tokens(model, tokenizer)
         # a function, since a run whose conversations are complete starts no sampler
-        sampler = (
-            partial(engine, model, options.dtype, chunk + room, stop) if engine else partial(_sampler, loaded, stop)
-        )
-        path, how = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
-        conversations = _conversations(path, place, tokens, training.conversations, sampler, **how)
+        engine_options = model, options.dtype, chunk + room, stop_tokens(model, tokenizer)
+        sampler = partial(_start_sampler, engine, loaded, *engine_options)
+        path, limits = run / "conversations.jsonl", {"longest": chunk, "seed": options.seed}
+        conversations = _conversations(path, place, tokens, training.conversations, sampler, **limits)
     loaded = load(model, options.dtype) if loaded is None else loaded
     layers = start_of(start, loaded) if start else [(k, v, None) for k, v in read_corpus(loaded, first)]
     cache = TrainedCache(layers).to(next(loaded.parameters()).device)
-    watched = {"save_every": save_every, "quiet": quiet}
-    last = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, **watched).run()
+    trainer = CacheTrainer(loaded, cache, conversations, run, training, slots, options.seed, save_every=save_every)
+    last = trainer.run()
 
     provenance = {"kvpop": __version__, "corpus": corpus, "arguments": arguments}
     config = CartridgeConfig(
@@ -158,9 +149,16 @@ def train_cartridge(
     return config
 
 
-def _sampler(model: torch.nn.Module, stop: set[int]) -> AbstractContextManager[Sampler]:
-    """Return a context of a loaded model's sampler, as an engine returns one of its own."""
-    return nullcontext(TransformersSampler(model, stop))
+def _digest(start: Cartridge | None, first: list[int]) -> str:
+    """Return a digest of what training starts from, since a continued run must begin with the contents of the same files."""
+    return start.digest if start else hashlib.sha256(json.dumps(first).encode()).hexdigest()
+
+
+def _start_sampler(
+    engine: Engine | None, loaded: torch.nn.Module | None, model: str, dtype: str, most_tokens: int, stop: set[int]
+) -> AbstractContextManager[Sampler]:
+    """Return a context of an engine's sampler, or of the loaded model's. See :data:`Engine`."""
+    return engine(model, dtype, most_tokens, stop) if engine else nullcontext(TransformersSampler(loaded, stop))
 
 
 def _start(
@@ -180,14 +178,14 @@ def _conversations(
     tokens: list[int],
     count: int,
     start_sampler: Callable[[], AbstractContextManager[Sampler]],
-    **how: int,
+    **options: int,
 ) -> list[Conversation]:
     """Return the conversations of a run. Those that its file lacks are made first."""
     todo = -(-count // ROUND) - _rounds(path, count)
     # a finished file needs no engine, whose start takes longest
     if todo:
         with start_sampler() as sample, progress(todo, "rounds of conversations") as tick:
-            make_conversations(path, place, tokens, count, sample, **how, done=lambda: tick(1))
+            make_conversations(path, place, tokens, count, sample, **options, done=lambda: tick(1))
     return read_conversations(path)
 
 

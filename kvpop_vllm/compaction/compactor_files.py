@@ -5,8 +5,6 @@ A folder holds ``kvpop_compactor.json`` and ``kvpop_compactor.safetensors``, wit
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +14,8 @@ import torch
 from safetensors import safe_open
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, MadeFor, check_base, digest_of
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import DTYPES, MODEL_RULES, MadeFor, digest_of
 from kvpop_vllm.compaction.still import Compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import read_json

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +13,9 @@ import torch
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
+from kvpop_vllm.compaction.base_model import base_of
 from kvpop_vllm.compaction.cache_attention import Recorder, log_probabilities
-from kvpop_vllm.compaction.cartridge import Layer, base_of
+from kvpop_vllm.compaction.cartridge import Layer
 from kvpop_vllm.compaction.compactor_files import CONFIG_NAME, TENSORS_NAME, CompactorConfig, write_compactor
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
@@ -157,7 +156,6 @@ def train_compactor(
     options: StillOptions,
     *,
     save_every: int = 50,
-    quiet: bool = False,
 ) -> CompactorConfig:
     """Start or continue the training of a compactor, write it, print one line, and return its config.
 
@@ -167,7 +165,6 @@ def train_compactor(
         out: folder to write. ``out/run`` holds tokens, checkpoints and metrics.
         options: what to do.
         save_every: optimiser steps between checkpoints.
-        quiet: True to hide the progress bar.
 
     Raises:
         TrainingError: training cannot go on.
@@ -199,7 +196,7 @@ def train_compactor(
     loaded = load(model, options.dtype)
     compactor = config.build().to(next(loaded.parameters()).device)
     compactor.measure(read_corpus(loaded, first))
-    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every, quiet=quiet).run()
+    last = StillTrainer(loaded, compactor, rows, run, options, save_every=save_every).run()
     write_next_to_run(Path(out), lambda draft: write_compactor(draft, config, compactor), TENSORS_NAME, CONFIG_NAME)
     loss = f"loss {last['loss']:.4f}, " if last else ""
     size = (Path(out) / TENSORS_NAME).stat().st_size

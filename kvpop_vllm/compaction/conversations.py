@@ -7,8 +7,6 @@ it makes the model write a question or an instruction. The answer to that is sam
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields

@@ -10,8 +10,6 @@ unpickler and with limited memory. That process hands over a safetensors file, w
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess
@@ -25,14 +23,8 @@ from safetensors.torch import load_file
 
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import (
-    PICKLES,
-    TENSORS_NAME,
-    CartridgeConfig,
-    Layer,
-    base_of,
-    write_cartridge,
-)
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import PICKLES, TENSORS_NAME, CartridgeConfig, Layer, write_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import add_file, check_new
 from kvpop_vllm.rules.matching import padded
@@ -109,7 +101,7 @@ def layers_of(tensors: dict[str, torch.Tensor], base: dict, source: str) -> tupl
 
     Args:
         tensors: tensors by name and layer, such as ``trainable_keys.0``.
-        base: from :func:`kvpop_vllm.compaction.cartridge.base_of`.
+        base: from :func:`kvpop_vllm.compaction.base_model.base_of`.
         source: names the file in errors.
     """
     layers, tokens, tensors = [], None, dict(tensors)

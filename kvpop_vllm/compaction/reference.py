@@ -1,7 +1,5 @@
 """Reference tokens after a corpus, whose queries a compact cache is fitted to, and the fit layer by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -87,8 +85,8 @@ class Fitting:
         """Fit one layer's cache and return its attention. See :class:`kvpop_vllm.model_hook.Attend`."""
         keys, values = self.caches[layer]
         by_head = q[0].unflatten(0, (keys.shape[0], -1))
-        parts = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
-        compact = self._joined(parts, values.dtype)
+        fitted = [self._fit(by_head, keys, values, layer, i, scale) for i in range(len(self.chunks))]
+        compact = self._joined(fitted, values.dtype)
         self.layers.append(compact)
         # with on_policy later layers see the queries that the compact cache will get
         cache = compact if self.on_policy else (keys, values, None)
@@ -123,10 +121,10 @@ class Fitting:
         # differences of rounded sums, so that chunks have all slots of the head together
         return count * b // total - count * a // total
 
-    def _joined(self, parts: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def _joined(self, fitted: list, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return k, v ``[H, P, D]`` and bias ``[H, P]`` of all chunks. Heads with fewer slots are padded."""
         heads = []
-        for layer_parts in zip(*parts, strict=True):
+        for layer_parts in zip(*fitted, strict=True):
             k, v, bias = (torch.cat(tensors).unsqueeze(0) for tensors in zip(*layer_parts, strict=True))
             heads.append(padded(k, v, bias, self.slots))
         k, v, bias = (torch.cat(tensors) for tensors in zip(*heads, strict=True))

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Sequence
@@ -17,7 +15,8 @@ import torch
 from kvpop_vllm import __version__
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
 from kvpop_vllm.calibration.shares import read_calibration
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, Layer, write_cartridge
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.prompt_place import Place, place_of
 from kvpop_vllm.compaction.queries import REPEAT, repeat_prefill, room_after, self_study
@@ -77,11 +76,11 @@ class CompactOptions:
 
 def corpus_of(place: Place, data: str | Path) -> tuple[str, list[int]]:
     """Return a corpus and its ids. Documents are joined with an empty line between them."""
-    parts = []
+    texts = []
     for document in documents_of(find_sources([data])):
         content = document.content
-        parts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.origin))
-    text = "\n\n".join(parts)
+        texts.append(content if isinstance(content, str) else render(place.tokenizer, content, document.origin))
+    text = "\n\n".join(texts)
     if not text.strip():
         raise ConfigError(f"{data} holds no text: give --data another file")
     return text, place.read(text)
@@ -99,12 +98,12 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     began = time.monotonic()
     check_new(out)
     base = base_of(model)
-    still = None
+    compactor = None
     if options.method == "still":
         if options.compactor is None:
             raise ConfigError("--method still needs a compactor: give --compactor, or train one: kvpop train-compactor")
-        still = read_compactor(options.compactor, model, options.slots)
-        options = replace(options, slots=still.config.slots)
+        compactor = read_compactor(options.compactor, model, options.slots)
+        options = replace(options, slots=compactor.config.slots)
     slots, budgets = slots_of(options, base)
     if slots != options.slots:
         print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
@@ -113,17 +112,17 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
     text, corpus = corpus_of(place, data)
     check_length(place, len(corpus), slots, options.method, positions_of(read_model_config(model)))
     loaded = load(model, options.dtype)
-    if still is None:
+    if compactor is None:
         layers, position = layers_of(loaded, place, corpus, slots, budgets, options)
     else:
         tokens = place.around(corpus)
-        layers, position = compacted(loaded, still.module, tokens), len(tokens)
+        layers, position = compacted(loaded, compactor.module, tokens), len(tokens)
     arguments = {name: value for name, value in vars(options).items() if name != "matching"}
     provenance = {
         "kvpop": __version__,
         "corpus": {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(corpus)},
         "arguments": arguments | {"matching": vars(options.matching)},
-    } | ({"compactor": {"sha256": still.digest}} if still else {})
+    } | ({"compactor": {"sha256": compactor.digest}} if compactor else {})
     method = "last" if options.method == "truncation" else options.method
     config = CartridgeConfig(
         **base, slots=slots, next_position=position, method=method, provenance=provenance, head=place.head
@@ -221,9 +220,9 @@ def layers_of(
     chunks = list(zip([0, *ends], ends, strict=False))
     caches = read_corpus(model, tokens)
     if options.queries == "self-study":
-        how = {"answers": options.answers, "seed": options.seed}
+        settings = {"answers": options.answers, "seed": options.seed}
         with progress(options.answers, "answers") as tick:
-            reference = self_study(model, place, corpus, caches, positions, **how, done=lambda: tick(1))
+            reference = self_study(model, place, corpus, caches, positions, **settings, done=lambda: tick(1))
     else:
         reference = repeat_prefill(place, corpus, chunks, positions)
     with progress(len(budgets), "layers") as tick:

@@ -1,7 +1,5 @@
 """Sampling of answers after a shared prefix in transformers, for models loaded by :mod:`kvpop_vllm.model_hook`."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

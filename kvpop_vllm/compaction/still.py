@@ -12,8 +12,6 @@ prefill and one pass. Departures from it:
 - RMSNorm takes the size of a latent away. The size of what the first block reads is a factor on keys and values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -169,5 +167,5 @@ class Compactor(nn.Module):
     @torch.no_grad()
     def measure(self, caches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Set the unit of each layer's keys and of its values to their root mean square in ``caches``."""
-        for layer, parts in zip(self.layers, caches, strict=True):
-            layer.scale.copy_(torch.stack([part.float().square().mean().sqrt() for part in parts]))
+        for layer, layer_caches in zip(self.layers, caches, strict=True):
+            layer.scale.copy_(torch.stack([part.float().square().mean().sqrt() for part in layer_caches]))

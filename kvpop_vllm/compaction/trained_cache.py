@@ -1,7 +1,5 @@
 """Trainable cache of a frozen model, and its loss on conversations (arXiv:2506.06266, context distillation)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -30,8 +28,8 @@ class TrainedCache(torch.nn.Module):
         self.dtype = layers[0][0].dtype
         for name, part in (("k", 0), ("v", 1)):
             # float32, because updates of the learning rate's size vanish in bfloat16
-            rest = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
-            setattr(self, name, torch.nn.ParameterList(rest))
+            trained = [torch.nn.Parameter(layer[part][:, FROZEN:].detach().float().clone()) for layer in layers]
+            setattr(self, name, torch.nn.ParameterList(trained))
 
     def layers(self) -> list[Layer]:
         """Return keys, values ``[H, P, D]`` in the model's dtype, and biases ``[H, P]`` or None, of every layer."""
@@ -55,8 +53,8 @@ class Packed:
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer. See :class:`kvpop_vllm.model_hook.Attend`."""
-        parts = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
-        return torch.cat([attend(*qkv, scale, *self.layers[layer]) for qkv in parts], 2)
+        packed = zip(*(tensor.split(self.lengths, 2) for tensor in (q, k, v)), strict=True)
+        return torch.cat([attend(*qkv, scale, *self.layers[layer]) for qkv in packed], 2)
 
 
 def packs(conversations: Sequence[Conversation], max_tokens: int = PACK) -> list[list[Conversation]]:
@@ -98,11 +96,11 @@ def losses(model, layers: Sequence[Layer], pack: Sequence[Conversation], positio
     logp = log_probabilities(model, tokens, places, attend, used)
     total, entropy, place = logp.new_zeros(()), 0.0, 0
     for conversation in pack:
-        ids, chances, rest = (tensor.to(device) for tensor in sparse_teacher(conversation))
+        ids, chances, unlisted_chance = (tensor.to(device) for tensor in sparse_teacher(conversation))
         answer = logp[place : place + len(conversation.answer)]
         # all other tokens are one outcome, with the mass that the teacher left them
         rest_logp = answer.scatter(1, ids, -torch.inf).logsumexp(-1)
-        total = total - (chances * answer.gather(1, ids)).sum() - (rest * rest_logp).sum()
-        entropy += float(torch.special.entr(chances).sum() + torch.special.entr(rest).sum())
+        total = total - (chances * answer.gather(1, ids)).sum() - (unlisted_chance * rest_logp).sum()
+        entropy += float(torch.special.entr(chances).sum() + torch.special.entr(unlisted_chance).sum())
         place += len(conversation.answer)
     return total, entropy

@@ -4,8 +4,6 @@ Usage: ``python -m kvpop_vllm.compaction.unpickle SOURCE TARGET``. torch's restr
 containers and lists of parameters only. Memory and the written file are limited by the size of the source.
 """
 
-from __future__ import annotations
-
 import resource
 import sys
 from pathlib import Path

@@ -151,9 +151,9 @@ class TransformersRun(Run):
         for number, prompt in enumerate(prompts):
             by_length.setdefault(len(prompt), []).append(number)
         answers, seeds = {}, range(len(prompts)) if seeds is None else seeds
-        for same in by_length.values():
-            for a in range(0, len(same), self.requests):
-                batch = same[a : a + self.requests]
+        for group in by_length.values():
+            for a in range(0, len(group), self.requests):
+                batch = group[a : a + self.requests]
                 tokens = torch.tensor([prompts[number] for number in batch])
                 batch_answers = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
                 answers |= dict(zip(batch, batch_answers, strict=True))

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 
@@ -236,8 +234,8 @@ def _check_options(options) -> None:
             f"greedy decoding gives {options.samples} equal solutions: give --temperature, or --samples 1"
         )
     kinds = KINDS.get(options.task, [])
-    if other := [kind for kind in options.kinds or () if kind not in kinds]:
-        raise ConfigError(f"--task {options.task} has no kind {other[0]}: choose from {', '.join(kinds)}")
+    if unknown := [kind for kind in options.kinds or () if kind not in kinds]:
+        raise ConfigError(f"--task {options.task} has no kind {unknown[0]}: choose from {', '.join(kinds)}")
     # in the order given, each once
     options.kinds, options.digits = list(dict.fromkeys(options.kinds or kinds)), options.digits or 4
     options.requests = options.requests or (16 if options.task == "reasoning" else 1)

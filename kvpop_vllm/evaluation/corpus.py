@@ -7,8 +7,6 @@ document in the same place.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics
@@ -167,7 +165,7 @@ class Corpus:
         self.sampler.tokens, self.sampler.prefix = tokens, full
         seeds = [self.seed * 1_000_003 + 1009 * number + i for i in range(len(opened))]
         prompts = [self.place.asking(prompt) for prompt in opened]
-        answers = [one.tokens for one in self.sampler(tokens, prompts, ANSWER, seeds)]
+        answers = [answer.tokens for answer in self.sampler(tokens, prompts, ANSWER, seeds)]
         logp = [
             self.logp_after(cache, [prompt_tokens], [a])[0] for prompt_tokens, a in zip(prompts, answers, strict=True)
         ]
@@ -355,12 +353,12 @@ def summarise(records: list[dict], against: str) -> list[dict]:
         gaps = [m for m in members if "exact" in m]
         if gaps:
             line |= estimate("exact", [m["exact"] for m in gaps], units=[m["unit"] for m in gaps], shares=True)
-        other = nats.get((slots, against), {}) if method != against else {}
+        base = nats.get((slots, against), {}) if method != against else {}
         if method != FULL:
             lost = [m["kl"] * m["tokens"] for m in opened]
             line |= estimate("kl", lost, [m["tokens"] for m in opened], units=units)
-            if other:
-                reference = [other[m["document"]]["kl"] * m["tokens"] for m in opened]
+            if base:
+                reference = [base[m["document"]]["kl"] * m["tokens"] for m in opened]
                 line |= estimate("kl ratio", lost, reference, units=units)
         table.append(line | _seconds(method, opened, table))
     return table

@@ -5,8 +5,6 @@ or a number. The other choices are names or numbers of the same text. ``order`` 
 first, ``section`` in which quarter of the text a sentence stands. Their choices are letters.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -81,16 +79,16 @@ def sentences_of(text: str) -> list[str]:
     """Return the sentences of a text, on one line each, that occur once and are neither short nor long."""
     sentences = re.split(r"(?<=[.!?])\s+|\n{2,}", text)
     counts = Counter(sentences)
-    return [one for one in sentences if counts[one] == 1 and SHORTEST <= len(one) <= LONGEST and "\n" not in one]
+    return [part for part in sentences if counts[part] == 1 and SHORTEST <= len(part) <= LONGEST and "\n" not in part]
 
 
 def _gaps(kind: str, text: str, sentences: list[str], draw: random.Random) -> list[Question]:
     """Return a question for each sentence that has a name or number after its first words, in random order."""
     pattern, questions = {"name": NAME, "number": NUMBER}[kind], []
-    every = sorted(set(pattern.findall(text)))
+    matches = sorted(set(pattern.findall(text)))
     for sentence in draw.sample(sentences, len(sentences)):
         gap = next((m for m in pattern.finditer(sentence) if m.start() >= BEFORE), None)
-        wrong = [one for one in every if gap and one != gap[0]]
+        wrong = [match for match in matches if gap and match != gap[0]]
         if len(wrong) < CHOICES - 1:
             continue
         choices = [gap[0], *draw.sample(wrong, CHOICES - 1)]
@@ -112,7 +110,7 @@ def _placed(kind: str, text: str, sentences: list[str], draw: random.Random) -> 
     for four in zip(*quarters, strict=False):
         shown = draw.sample(four, CHOICES)
         if kind == "order":
-            listed = "\n".join(f"{letter}. {one}" for letter, one in zip(LETTERS, shown, strict=True))
+            listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, shown, strict=True))
             prompt = f"Which of these sentences comes first in the text above?\n{listed}\nAnswer with its letter alone."
             # four is in the order of the text, so that its first sentence is the answer
             questions.append(Question(kind, prompt, "", tuple(LETTERS), shown.index(four[0]), tuple(shown)))
@@ -138,7 +136,7 @@ def verified(question: Question, text: str) -> bool:
             return False
         proved = [f"{question.begin}{choice}" in text for choice in question.choices]
     elif question.kind == "order":
-        places = [text.find(one) for one in question.about]
+        places = [text.find(passage) for passage in question.about]
         proved = [place == min(places) for place in places]
     else:
         place = text.find(question.about[0]) / len(text)

@@ -3,15 +3,13 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 
 import torch
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import check_attention
+from kvpop_vllm.compaction.base_model import check_attention
 from kvpop_vllm.compaction.compactor_files import read_compactor
 from kvpop_vllm.compaction.conversations import ROOM
 from kvpop_vllm.compaction.prompt_place import place_of

@@ -7,8 +7,6 @@ otherwise, because small models write numbers digit by digit. Common words appea
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import string
@@ -123,15 +121,15 @@ def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
     """Return the sentences with each needle at its depth. Needles of one depth keep their order."""
-    parts, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
+    passages, places = list(sentences), [int(depth * len(sentences)) for depth in depths]
     for place, needle in reversed(sorted(zip(places, needles, strict=True), key=lambda pair: pair[0])):
-        parts.insert(place, needle)  # from the end, so that needles of one place keep their order
-    return " ".join(parts)
+        passages.insert(place, needle)  # from the end, so that needles of one place keep their order
+    return " ".join(passages)
 
 
 def _keys(draw: random.Random, count: int) -> list[str]:
-    every = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
-    return draw.sample(every, count)
+    names = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
+    return draw.sample(names, count)
 
 
 def _numbers(draw: random.Random, count: int, digits: int) -> list[str]:
@@ -203,9 +201,9 @@ def words(draw: random.Random, sentences: list[str], depth: float, digits: int) 
     vocabulary = dict.fromkeys(
         word.lower() for sentence in sentences for word in re.findall(r"\b[a-zA-Z]{4,10}\b", sentence)
     )
-    every = list(vocabulary)
-    draw.shuffle(every)
-    common, uncommon = every[:COMMON], every[COMMON:]
+    words = list(vocabulary)
+    draw.shuffle(words)
+    common, uncommon = words[:COMMON], words[COMMON:]
     # drawn once, so that body(n) is the same text whenever it is called
     mixed = draw.random()
 
@@ -263,9 +261,9 @@ def _occurs(word: str, answer: str) -> bool:
 def _digits_right(number: str, answer: str) -> float:
     best = 0.0
     # 1,000 is read as 1000
-    for other in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
-        same = next(
-            (i for i, (a, b) in enumerate(zip(number, other, strict=False)) if a != b), min(len(number), len(other))
+    for written in re.findall(r"\d+", re.sub(r"(?<=\d),(?=\d{3})", "", answer)):
+        match = next(
+            (i for i, (a, b) in enumerate(zip(number, written, strict=False)) if a != b), min(len(number), len(written))
         )
-        best = max(best, same / max(len(number), len(other)))
+        best = max(best, match / max(len(number), len(written)))
     return best

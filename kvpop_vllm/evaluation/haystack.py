@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable, Iterator
@@ -89,16 +87,16 @@ def single_documents(
             yield Row(ids[:length], [document.origin], [key_of(document)])
 
 
-def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *how, **places) -> Iterator[Row]:
+def rows_in_turn(rows: Callable[..., Iterator[Row]], paths: list[str], *options, **places) -> Iterator[Row]:
     """Yield a row of each file or folder in turn, as long as it has one.
 
     Args:
         rows: :func:`replay_rows` or :func:`single_documents`.
         paths: files or folders.
-        how: further arguments of ``rows``.
+        options: further arguments of ``rows``.
         places: further arguments of ``rows``.
     """
-    streams = [rows([path], *how, **places) for path in dict.fromkeys(paths)]
+    streams = [rows([path], *options, **places) for path in dict.fromkeys(paths)]
     while streams:
         # each file gives one row before any gives its next
         next_rows = [(stream, next(stream, None)) for stream in streams]
@@ -112,8 +110,8 @@ def units_of(rows: list[Row]) -> list[int]:
     for number, row in enumerate(rows):
         for key in row.keys:
             # a key that both have makes two units one
-            one, other = sorted((units[first.setdefault(key, number)], units[number]))
-            units = [one if unit == other else unit for unit in units]
+            lower, upper = sorted((units[first.setdefault(key, number)], units[number]))
+            units = [lower if unit == upper else unit for unit in units]
     return units
 
 
@@ -121,9 +119,9 @@ def sentences(paths: list[str], split: str, min_characters: int) -> list[str]:
     """Return sentences of the first documents in order, of at least ``min_characters`` characters, or all there are."""
     passages, size = [], 0
     for document in documents(paths, split):
-        parts = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
-        passages += parts
-        size += sum(map(len, parts))
+        pieces = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
+        passages += pieces
+        size += sum(map(len, pieces))
         if size >= max(min_characters, ENOUGH):
             break
     if not passages:

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
@@ -59,17 +57,17 @@ def reference_of(options, specs: list[PolicySpec]) -> str | None:
 
 def check_teacher(model: str, teacher: str, length: int) -> None:
     """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens."""
-    same = "give the model that --model was trained from"
+    remedy = "give the model that --model was trained from"
     theirs, ours = vocabulary_of(teacher), vocabulary_of(model)
     if theirs != ours:
-        raise ConfigError(f"--teacher {teacher} knows {theirs} tokens, {model} {ours}: {same}")
-    one, other = map(load_tokenizer, (model, teacher))
-    encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in (one, other)]  # no template
-    if one.get_vocab() != other.get_vocab() or encoders[0] != encoders[1]:
-        raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {same}")
+        raise ConfigError(f"--teacher {teacher} knows {theirs} tokens, {model} {ours}: {remedy}")
+    tokenizers = [load_tokenizer(model), load_tokenizer(teacher)]
+    encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in tokenizers]  # no template
+    if tokenizers[0].get_vocab() != tokenizers[1].get_vocab() or encoders[0] != encoders[1]:
+        raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {remedy}")
     positions = positions_of(read_model_config(teacher))
     if positions is not None and length > positions:
-        raise ConfigError(f"--teacher {teacher} has {positions} positions: lower --length {length}, or {same}")
+        raise ConfigError(f"--teacher {teacher} has {positions} positions: lower --length {length}, or {remedy}")
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:

@@ -92,8 +92,8 @@ class PolicySpec:
             unasked: the task's default. Only other values change the name.
         """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
-        same = (type(protect), protect) == (type(unasked), unasked)  # True is not 1
-        return replace(self, name=self.name if same else self.name + suffix, protect=protect)
+        unchanged = (type(protect), protect) == (type(unasked), unasked)  # True is not 1
+        return replace(self, name=self.name if unchanged else self.name + suffix, protect=protect)
 
     def resolve(
         self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None

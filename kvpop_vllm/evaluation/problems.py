@@ -18,8 +18,6 @@ kind          what is needed late
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections.abc import Callable
@@ -114,8 +112,8 @@ def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
 def judge(problem: Problem, text: str) -> Verdict:
     """Judge a generated solution, with or without ``end``."""
     written, expected = text.split(), problem.solution.split()
-    same = next((i for i, (a, b) in enumerate(zip(written, expected, strict=False)) if a != b), None)
-    same = min(len(written), len(expected)) if same is None else same
+    place = next((i for i, (a, b) in enumerate(zip(written, expected, strict=False)) if a != b), None)
+    place = min(len(written), len(expected)) if place is None else place
     steps, separator, final = " ".join(written).rpartition("answer ")
     # a blank, so that a final "end" is found too
     final, ended, _ = f"{final} ".partition("end ")
@@ -126,7 +124,7 @@ def judge(problem: Problem, text: str) -> Verdict:
         start += size
     exact = bool(separator) and problem.verify(final.strip())
     return Verdict(
-        exact, bool(separator and ended), same / len(expected), right / len(problem.answers) if separator else 0.0
+        exact, bool(separator and ended), place / len(expected), right / len(problem.answers) if separator else 0.0
     )
 
 

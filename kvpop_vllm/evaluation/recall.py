@@ -1,7 +1,5 @@
 """Recall of a policy, per layer and KV head: how much it keeps of what a perfect judge would keep."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 

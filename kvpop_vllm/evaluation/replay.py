@@ -1,7 +1,5 @@
 """Replay: a long text as a prompt, and a policy's divergence from dense predictions by position."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,7 +66,7 @@ def token_measures(
         ``nll`` in nats, ``accuracy`` of the most likely token and, with ``dense``, ``kl`` and ``agreement`` as in
         :func:`compare`.
     """
-    parts = []
+    blocks = []
     for a in range(0, len(predictions.hidden), POSITIONS):
         cut = slice(a, a + POSITIONS)
         logp = predictions.logits(predictions.hidden[cut]).log_softmax(-1)
@@ -78,5 +76,5 @@ def token_measures(
             exact = dense.logits(dense.hidden[cut]).log_softmax(-1)
             part["kl"] = F.kl_div(logp, exact, reduction="none", log_target=True).sum(-1)
             part["agreement"] = logp.argmax(-1) == exact.argmax(-1)
-        parts.append(part)
-    return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}
+        blocks.append(part)
+    return {name: torch.cat([part[name].double().cpu() for part in blocks]) for name in blocks[0]}

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -67,10 +65,10 @@ class Report:
                 }
             )
 
-    def _leave_out(self, why: str) -> None:
-        if why not in self.left_out:
-            self.left_out.append(why)
-            note(why)
+    def _leave_out(self, reason: str) -> None:
+        if reason not in self.left_out:
+            self.left_out.append(reason)
+            note(reason)
 
     def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
         """Write all files and print their names."""
@@ -82,7 +80,7 @@ class Report:
         write_figure(self.folder / FIGURE, drawing)
         written = [TABLE, FIGURE]
         if self.maps:
-            write_whole(self.folder / MAP_DATA, "".join(json.dumps(one) + "\n" for one in self.maps))
+            write_whole(self.folder / MAP_DATA, "".join(json.dumps(entry) + "\n" for entry in self.maps))
             drawing = self.new_figure(layout="constrained")
             draw_maps(drawing, self.maps)
             write_figure(self.folder / MAP, drawing)
@@ -108,19 +106,19 @@ def retention_map(held_mask: torch.Tensor, width: int) -> torch.Tensor:
 
 def draw_maps(drawing, maps: list[dict]) -> None:
     """Draw one map for each policy (rows) and budget (columns): layers downwards, positions to the right."""
-    names = list(dict.fromkeys(one["policy"] for one in maps))
-    budgets = list(dict.fromkeys((one["budget"], one["equal"]) for one in maps))
+    names = list(dict.fromkeys(entry["policy"] for entry in maps))
+    budgets = list(dict.fromkeys((entry["budget"], entry["equal"]) for entry in maps))
     drawing.set_size_inches(1 + 4 * len(budgets), 0.8 + 2.1 * len(names))
     # squeeze=False, since one policy or one budget must have two indices too
     axes = drawing.subplots(len(names), len(budgets), squeeze=False)
-    for one in maps:
-        axis = axes[names.index(one["policy"])][budgets.index((one["budget"], one["equal"]))]
-        end = one["tokens_per_bin"] * len(one["held"][0])
+    for entry in maps:
+        axis = axes[names.index(entry["policy"])][budgets.index((entry["budget"], entry["equal"]))]
+        end = entry["tokens_per_bin"] * len(entry["held"][0])
         # layer i is centred at i, the first on top
-        extent = (0, end, len(one["held"]) - 0.5, -0.5)
-        image = axis.imshow(one["held"], aspect="auto", vmin=0, vmax=1, extent=extent, interpolation="nearest")
-        equal = " (equal bytes)" if one["equal"] == "bytes" else ""
-        axis.set_title(f"{one['policy']}, B = {one['budget']:,}{equal}", fontsize=9)
+        extent = (0, end, len(entry["held"]) - 0.5, -0.5)
+        image = axis.imshow(entry["held"], aspect="auto", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+        equal = " (equal bytes)" if entry["equal"] == "bytes" else ""
+        axis.set_title(f"{entry['policy']}, B = {entry['budget']:,}{equal}", fontsize=9)
         axis.set(xlabel="position", ylabel="layer")
     drawing.colorbar(image, ax=axes, label="share of heads and positions that is held")
 

@@ -1,7 +1,5 @@
 """Tables of the records of an evaluation: a line for each length, budget, equality, policy and kind of question."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 
@@ -89,15 +87,15 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
         for name in ("exact", "right", "before_error"):
             line |= estimate(name, list(_by_unit(members, name).values()), units=problems, shares=True)
         line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
-        for other, answers in exact.items():
-            name, kind = groups[other][0]["policy"], groups[other][0]["kind"]
+        for rival, answers in exact.items():
+            name, kind = groups[rival][0]["policy"], groups[rival][0]["kind"]
             if kind != line["kind"] or not line["budget"]:
                 continue
             pairs = [exact[key][p] for p in problems], [answers[p] for p in problems]
             if name == DENSE:
                 line |= estimate("of dense", *pairs, units=problems)
             # the reference has no difference from itself
-            elif name == against != line["policy"] and _setting_of(groups[other][0]) == _setting_of(line):
+            elif name == against != line["policy"] and _setting_of(groups[rival][0]) == _setting_of(line):
                 line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], units=problems)
         table.append(line)
     return table
@@ -134,9 +132,9 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
     columns |= estimate("kl", kl, tokens, units=units)
     # ratios of sums over the same rows, since the means of two policies vary together from row to row
     same_length = [r for r in records if r["length"] == line["length"]]
-    other = {r["row"]: r for r in same_length if r["policy"] == against and _setting_of(r) == _setting_of(line)}
+    base = {r["row"]: r for r in same_length if r["policy"] == against and _setting_of(r) == _setting_of(line)}
     dense = {r["row"]: r for r in same_length if r["policy"] == DENSE}
-    if not line["budget"] or not other:
+    if not line["budget"] or not base:
         return columns
     if line["policy"] == against:
         return columns | {"kl ratio": 1.0, "gap ratio": 1.0}
@@ -144,7 +142,7 @@ def _nats(line: dict, members: list[dict], records: list[dict], against: str | N
     def gap(record: dict) -> float:
         return (record["nll"] - dense[record["row"]]["nll"]) * record["tokens"]
 
-    reference = [other[m["row"]] for m in members]
+    reference = [base[m["row"]] for m in members]
     columns |= estimate("kl ratio", kl, [r["kl"] * r["tokens"] for r in reference], units=units)
     return columns | estimate("gap ratio", list(map(gap, members)), list(map(gap, reference)), units=units)
 

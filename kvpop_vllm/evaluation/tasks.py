@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import json
@@ -116,7 +114,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
         first = {"task": options.task, "backend": options.backend}
         total = task.total(runs, options.length, teacher is not None)
         records = collected(
-            file, options, task.about, total, lambda tick: (first | one for one in task.records(models, runs, tick))
+            file, options, task.about, total, lambda tick: (first | row for row in task.records(models, runs, tick))
         )
     table = task.summarise(records)
     print(format_table(table, task.columns), flush=True)
@@ -170,7 +168,7 @@ def about_run(options) -> dict:
     libraries = ["torch", "transformers"] + ["vllm"] * (options.backend == "vllm")
     versions = {"kvpop_vllm": __version__, "python": platform.python_version()}
     versions |= {name: version(name) for name in libraries}
-    data = [one.fingerprint() for one in find_sources(options.data)] if options.data else []
+    data = [source.fingerprint() for source in find_sources(options.data)] if options.data else []
     return {"options": values, "versions": versions, "data": data}
 
 
@@ -196,7 +194,7 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
 
 def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
     """Return the specs that can be used with all settings. Print why others are left out."""
-    names, why = [], list(policies.loadable()[1])
+    names, reasons = [], list(policies.loadable()[1])
     for spec in specs:
         try:
             resolve_all(itertools.product([spec], settings), shape, dtype)
@@ -205,10 +203,10 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
             # the user has named a scorer, so it is not left out silently
             if spec.scorer is not None:
                 raise
-            why.append(str(error))
+            reasons.append(str(error))
     if not names:
-        raise ConfigError(why[-1])
-    for line in why:
+        raise ConfigError(reasons[-1])
+    for line in reasons:
         note(f"left out: {line}")
     return names
 
@@ -231,10 +229,10 @@ def run_task(
     """
     backend, dtype = models.backend, models.backend.dtype
     dense = [(DENSE, backend)] if models.teacher is None else [(DENSE, models.teacher), (OWN, backend)]
-    for name, one in dense:
-        with one.start(None) as run:
+    for name, model in dense:
+        with model.start(None) as run:
             for length in lengths:
-                about = {"length": length, "policy": name, "allocated": dense_bytes(one.shape, dtype, length)}
+                about = {"length": length, "policy": name, "allocated": dense_bytes(model.shape, dtype, length)}
                 for record in ask(run, length):
                     tick(1)
                     yield about | record

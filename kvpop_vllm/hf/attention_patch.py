@@ -16,8 +16,6 @@ another thread is still in the pass.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

@@ -22,8 +22,6 @@ and the files are the same as when the cache was saved.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path

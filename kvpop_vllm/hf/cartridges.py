@@ -3,15 +3,14 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
 
 import torch
 
-from kvpop_vllm.compaction.cartridge import check_base, layer_at, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import layer_at, read_cartridge
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.supported import refused_beside
@@ -64,17 +63,17 @@ def slots_of(folders: str | PathLike | Sequence[str | PathLike], model: torch.nn
         )
     if reason := refused_beside(policy.model.kinds, cartridge=folders):
         raise ConfigError(f"{policy.model.model_type}: {reason}: leave it out")
-    slots, parts, heads = 0, [], []
+    slots, tensors, heads = 0, [], []
     for folder in folders:
         config, layers, _ = read_cartridge(folder)
         check_base(config, model.config.get_text_config(), str(folder))
         # each cartridge is turned to the position after those in front of it
-        parts.append([layer_at(config, i, layer, slots) for i, layer in enumerate(layers)])
+        tensors.append([layer_at(config, i, layer, slots) for i, layer in enumerate(layers)])
         slots += config.slots
         heads.append(config.head)
         if heads[0] != config.head:
             raise ConfigError(
                 f"{folder} and {folders[0]} were made with different system messages or places: leave one out"
             )
-    joined = [tuple(torch.cat(same, 1) for same in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)]
+    joined = [tuple(torch.cat(pair, 1) for pair in zip(*layer, strict=True)) for layer in zip(*tensors, strict=True)]
     return Slots(slots, joined, heads[0] if heads else [])

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from typing import NoReturn
@@ -65,8 +63,8 @@ def _attends(decoder: torch.nn.Module, blocks: list[torch.nn.Module], text) -> b
     """Return whether as many layers of a decoder have an attention block of its config as the text config says."""
     kinds = layer_kinds(text, len(decoder.layers)) if blocks else ()
     attending = [kind for kind in kinds if kind in POLICY_LAYERS | LOCAL_LAYERS]
-    same = all(getattr(block, "config", None) is decoder.config for block in blocks)
-    return len(blocks) > 0 and len(attending) == len(blocks) and same
+    shared = all(getattr(block, "config", None) is decoder.config for block in blocks)
+    return len(blocks) > 0 and len(attending) == len(blocks) and shared
 
 
 def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:

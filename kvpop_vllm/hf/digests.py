@@ -1,7 +1,5 @@
 """Digests by which a saved cache knows its model, its policy and its files again."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

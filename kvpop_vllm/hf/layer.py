@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
@@ -50,9 +48,9 @@ class SequenceLengths:
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
-        one = all(count == 1 for count in counts)
+        single = all(count == 1 for count in counts)
         # a number needs no copy from the host, so that a decode step does not wait
-        self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
+        self.positions.add_(1 if single else torch.tensor(counts, device=self.positions.device))
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the tensors."""
@@ -142,10 +140,10 @@ class LayerPages:
             self.prefix_table = self.prefix_table[:, :0].clone()
         if tokens <= self.prefix_room:
             return
-        more, first = cdiv(tokens, self.pages.layout.block_slots) - have, self.pages.num_blocks
-        self._extend(rows * more)
-        blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=self.pages.raw.device)
-        self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
+        missing, first = cdiv(tokens, self.pages.layout.block_slots) - have, self.pages.num_blocks
+        self._extend(rows * missing)
+        blocks = torch.arange(first, first + rows * missing, dtype=torch.int32, device=self.pages.raw.device)
+        self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, missing)], 1)
 
     def tables(self, cartridge_slots: int, protected: int) -> dict[str, torch.Tensor]:
         """Return the blocks of the rows' tails ``[R, P]``, and of their prefixes ``[R, Q]`` after what cartridges hold.

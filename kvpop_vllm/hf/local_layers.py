@@ -1,7 +1,5 @@
 """Layers with sliding windows or chunks under transformers, on which a policy does not act."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.config import ConfigError, protected_tokens
@@ -215,9 +213,9 @@ class CachePasses:
         """
         longest = self._max_length
         if longest is not None and max(lengths) > longest:
-            why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
+            end = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends alike"
             raise ValueError(
-                f"{max(lengths)} tokens are more than max_length {longest}, {why}: raise max_length, or shorten the text"
+                f"{max(lengths)} tokens are more than max_length {longest}, {end}: raise max_length, or shorten the text"
             )
 
     def _check_scale(self, lengths: list[int], columns: int) -> None:

@@ -1,7 +1,5 @@
 """Selection of the implementation that runs an op."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import os
@@ -88,7 +86,7 @@ TRITON_LARGEST_FLOAT32_HEAD = TRITON_LARGEST_HEAD | dict.fromkeys(ATTENDING, 256
 
 
 def largest_head(op: str, dtype: torch.dtype) -> float:
-    """Return the largest head size that Triton takes for an op in a dtype; infinity if nothing bounds it."""
+    """Return the largest head size that Triton takes for an op in a dtype, infinity if nothing bounds it."""
     return (TRITON_LARGEST_FLOAT32_HEAD if dtype == torch.float32 else TRITON_LARGEST_HEAD).get(op, float("inf"))
 
 

@@ -10,8 +10,6 @@ layer l and KV head h, is::
 The C++ and Triton kernels compute draws from keys by the same formula.
 """
 
-from __future__ import annotations
-
 import torch
 
 GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
@@ -48,7 +46,7 @@ def head_keys(seeds: torch.Tensor, lanes: torch.Tensor) -> torch.Tensor:
 
 
 def draw(keys: torch.Tensor, q: torch.Tensor | int, t: torch.Tensor) -> torch.Tensor:
-    """Return the draws of tokens t at positions q, float64 from 0 to 2**53 - 1; arguments are broadcast.
+    """Return the draws of tokens t at positions q, float64 from 0 to 2**53 - 1. Arguments are broadcast.
 
     Args:
         keys: int64, from :func:`head_keys`.

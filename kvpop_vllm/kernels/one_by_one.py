@@ -1,7 +1,5 @@
 """Chunks that an implementation runs one after another."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -19,7 +17,7 @@ def one_by_one(run: Callable) -> Callable:
     def run_all(
         q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None
     ):
-        parts, first = [], 0
+        outputs, first = [], 0
         for r, (start, count, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
             cut, row = slice(first, first + count), slice(r, r + 1)
             ahead = None
@@ -40,9 +38,9 @@ def one_by_one(run: Callable) -> Callable:
                 keys=None if keys is None else keys[row],
                 sink_logits=sink_logits,
             )
-            parts.append(part)
+            outputs.append(part)
             first += count
-        return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+        return outputs[0] if len(outputs) == 1 else tuple(torch.cat(pair) for pair in zip(*outputs, strict=True))
 
     run_all.__doc__ = run.__doc__
     return run_all

@@ -1,7 +1,5 @@
 """Copies to a device."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -5,8 +5,6 @@ Other packages add policies through the entry-point group ``kvpop_vllm.policies`
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import importlib
 import shutil
 import textwrap

@@ -1,7 +1,5 @@
 """Ada-KV: SnapKV whose heads divide a layer's slots by votes (Feng et al., 2024, arXiv 2407.11550)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.policies.snapkv import SnapKV
 
 

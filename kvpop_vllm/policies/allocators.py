@@ -3,8 +3,6 @@
 Any allocator works with any policy, but for ``ada``, which needs the votes of a policy that compresses prompts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -52,9 +50,9 @@ def proportional(shares: Sequence[Sequence[float]], retention: Retention, layers
 
     Sinks and window are the same for all heads. Rounding preserves the total.
     """
-    parts = torch.tensor(shares, dtype=torch.float64)
+    weights = torch.tensor(shares, dtype=torch.float64)
     # one sequence over all layers and heads, so that rounding preserves the model's total
-    slots = _rounded((parts / parts.sum()).flatten() * (retention.topk * layers * heads))
+    slots = _rounded((weights / weights.sum()).flatten() * (retention.topk * layers * heads))
     return (retention.first_long + slots).int().view(layers, heads)
 
 

@@ -1,7 +1,5 @@
 """Attention matching at a prompt's end: fewer keys with biases and fitted values (2026, arXiv 2602.16284)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.ops import PromptMatching
 from kvpop_vllm.policies.snapkv import SnapKV

@@ -10,8 +10,6 @@ Python.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Sequence
@@ -84,8 +82,8 @@ class Policy(Declaration):
         if folder is None or (self.calibrated and not has_shares(folder)):
             return None
         if self.keeps_all or self.compresses:
-            why = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
-            raise ConfigError(f"--kv-policy {self.name} {why}: leave --kv-calibration out")
+            reason = "keeps every token" if self.keeps_all else "compresses prompts, for which nothing is calibrated"
+            raise ConfigError(f"--kv-policy {self.name} {reason}: leave --kv-calibration out")
         calibration = read_calibration(folder)
         calibration.check_model(self.model, folder)
         return calibration

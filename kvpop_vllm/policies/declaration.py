@@ -5,8 +5,6 @@ How settings resolve into a budget, windows and shares is in :mod:`kvpop_vllm.po
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from enum import Enum
@@ -236,7 +234,7 @@ class Declaration(ABC):
                 raise ConfigError(f"--kv-policy {self.name} {declared}: fix the policy class")
 
     def training_free_rule(
-        self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0, **parts
+        self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0, **options
     ) -> RetentionRule:
         """Return a rule without learned tensors, the same for all layers and heads.
 
@@ -244,9 +242,9 @@ class Declaration(ABC):
             heads: KV heads that the rule is for.
             scorer: scorer without tensors per layer, None scores every token 0.
             log_gamma: logarithm of the decay, in nats per token.
-            parts: further fields of the rule, ``rounds`` or ``compression``.
+            options: further fields of the rule, ``rounds`` or ``compression``.
         """
         # a slice has no length
         count, retention = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
-        return RetentionRule(retention.sinks, retention.window, decay, scorer=scorer, **parts)
+        return RetentionRule(retention.sinks, retention.window, decay, scorer=scorer, **options)

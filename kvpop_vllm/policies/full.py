@@ -1,7 +1,5 @@
 """Dense cache on the same pages: nothing is ever evicted."""
 
-from __future__ import annotations
-
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 
 

@@ -1,7 +1,5 @@
 """H2O: heavy hitters, by accumulated attention, and recent tokens (Zhang et al., 2023, arXiv 2306.14048)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import AttentionMass
 from kvpop_vllm.policies.base import Order, Policy, Signal
 

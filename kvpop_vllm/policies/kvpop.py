@@ -3,8 +3,6 @@
 Source: KVpop: Key-Value Cache Compression with Predictive Online Pruning (Hauzenberger et al.).
 """
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.policies.base import Order, Signal
 from kvpop_vllm.policies.learned import Learned

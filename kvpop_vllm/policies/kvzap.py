@@ -3,8 +3,6 @@
 Source: Jegou and Jeblick, 2026, arXiv 2601.07891.
 """
 
-from __future__ import annotations
-
 import math
 
 from kvpop_vllm.policies.base import Signal

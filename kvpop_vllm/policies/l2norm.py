@@ -1,7 +1,5 @@
 """L2-norm: tokens whose keys have a low norm are retained (Devoto et al., 2024, arXiv 2406.11430)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import KeyNorm
 from kvpop_vllm.policies.base import Policy, Signal
 

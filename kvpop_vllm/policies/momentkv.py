@@ -1,7 +1,5 @@
 """MomentKV: evicted tokens are summarised by moments (Closing the Directional Gap in KV Cache Eviction)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import MomentResidual
 from kvpop_vllm.policies.base import Order, Policy, Signal
 

@@ -1,7 +1,5 @@
 """PyramidKV: SnapKV with more tokens in lower layers (Cai et al., 2024, arXiv 2406.02069)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.policies.snapkv import SnapKV
 
 

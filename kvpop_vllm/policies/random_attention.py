@@ -1,7 +1,5 @@
 """Random eviction, the control for all other policies (Random Attention, 2026, arXiv 2609.03430)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.draws import head_lanes
 from kvpop_vllm.kernels.ops import RandomDraw
 from kvpop_vllm.policies.base import Order, Policy

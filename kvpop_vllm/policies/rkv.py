@@ -1,7 +1,5 @@
 """R-KV: importance and redundancy (Cai et al., 2025, arXiv 2505.24133)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import Redundancy
 from kvpop_vllm.policies.base import Order, Policy, Signal
 

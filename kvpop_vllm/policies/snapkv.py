@@ -1,7 +1,5 @@
 """SnapKV: the last queries of a prompt select its tokens (Li et al., 2024, arXiv 2404.14469)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.flags import FLAGS
 from kvpop_vllm.kernels.ops import PromptMatching, PromptVotes

@@ -1,7 +1,5 @@
 """StreamingLLM: attention sinks and the most recent tokens (Xiao et al., 2023, arXiv 2309.17453)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.policies.base import Policy
 
 

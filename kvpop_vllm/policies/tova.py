@@ -1,7 +1,5 @@
 """TOVA: evict the token that the newest query attends to least (Oren et al., 2024, arXiv 2401.06104)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import AttentionMass
 from kvpop_vllm.policies.base import Order, Policy, Signal
 

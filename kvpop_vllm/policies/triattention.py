@@ -1,7 +1,5 @@
 """TriAttention: retain the keys with the largest expected logits of future queries (Mao et al., 2026, arXiv 2604.04921)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch
@@ -65,13 +63,13 @@ class TriAttention(Policy):
         pairs = len(frequencies)
         # rounding may put the norm of a mean above the mean norm
         excess = (norm - band_norms(mean, pairs)).clamp_min(0)
-        a, b, rest = mean.split([pairs, pairs, mean.shape[1] - 2 * pairs], -1)
+        a, b, unrotated = mean.split([pairs, pairs, mean.shape[1] - 2 * pairs], -1)
         # a rotation is linear, so that distances average into one complex factor per pair
         ahead = torch.polar(torch.ones_like(frequencies), frequencies * DISTANCES.unsqueeze(1)).mean(0)
         turned = torch.complex(a, b) * ahead
         # [H, G, D] and [H, G, F]
         by_head = (
             x.float().unflatten(0, (self.model.num_kv_heads, -1))[heads].contiguous()
-            for x in (torch.cat([turned.real, turned.imag, rest], -1), excess)
+            for x in (torch.cat([turned.real, turned.imag, unrotated], -1), excess)
         )
         return self.training_free_rule(heads, None, rounds=ExpectedLogits(*by_head, frequencies))

@@ -1,7 +1,5 @@
 """TRIM-KV: a gate scores tokens at insertion, scores decay with age (Bui et al., 2025, arXiv 2512.03324)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Order, Signal
 from kvpop_vllm.policies.learned import Gated

@@ -1,7 +1,5 @@
 """VaSE: retain tokens with large value ranges, sample the rest by attention (2026, arXiv 2606.03928)."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.draws import head_lanes
 from kvpop_vllm.kernels.ops import SampledMass
 from kvpop_vllm.policies.base import Order, Policy, Signal

@@ -5,8 +5,6 @@ The last queries of the prompt vote for the tokens to retain (SnapKV, arXiv:2404
 device. On a GPU the host waits for none of them but those of a fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -237,7 +235,7 @@ def prompt_votes(
         sink_logits: ``[H, G]`` logits of attention sinks, or None.
 
     Returns:
-        The votes; 0 for the last n tokens themselves.
+        The votes, 0 for the last n tokens themselves.
     """
     count, p = q.shape[1], keys.shape[1]
     averages = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)

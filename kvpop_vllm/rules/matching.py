@@ -9,8 +9,6 @@ matched relative to the full mass, which is 1 for every query of a model without
 towards the kept tokens' own values, so that a slot without queries keeps its value.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -110,9 +108,9 @@ def _picked(x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 def padded(k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, slots: int) -> tuple[torch.Tensor, ...]:
     """Return k, v ``[H, P, D]`` and bias ``[H, P]`` with slots up to P that hold zeros and have no weight."""
-    more = slots - k.shape[1]
+    missing = slots - k.shape[1]
     pad = torch.nn.functional.pad
-    return pad(k, (0, 0, 0, more)), pad(v, (0, 0, 0, more)), pad(bias, (0, more), value=NO_WEIGHT)
+    return pad(k, (0, 0, 0, missing)), pad(v, (0, 0, 0, missing)), pad(bias, (0, missing), value=NO_WEIGHT)
 
 
 def choose(weights: torch.Tensor, slots: int, options: Matching, full: torch.Tensor | None = None) -> torch.Tensor:

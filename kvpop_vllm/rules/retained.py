@@ -1,7 +1,5 @@
 """Tokens that a request's pages hold, per head."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Pages
@@ -53,7 +51,7 @@ def held_tokens(
     if tokens_seen <= protected:
         return is_held
     filled = filled_slots(pages, row) if rule.threshold is not None else None
-    retention = Retention(int(budgets.max()), rule.sinks, rule.window).behind(protected)
+    retention = Retention(int(budgets.max()), rule.sinks, rule.window).after_prefix(protected)
     slots = slot_positions(pages, row, tokens_seen, retention, filled)
     # a tail after a prefix has no sink slots
     tail_budgets = budgets - rule.sinks if protected else budgets
@@ -117,7 +115,7 @@ def slot_positions(
         tokens_seen: tokens that the request has processed, more than ``retention.first``.
         retention: budget, sinks and window.
         filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
-        heads: ``[n]`` int64, KV heads to look at, on the device of the pages; None for all H.
+        heads: ``[n]`` int64, KV heads to look at, on the device of the pages, None for all H.
 
     Returns:
         ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(tokens_seen - p, budget)``, or less

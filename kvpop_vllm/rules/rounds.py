@@ -8,8 +8,6 @@ one per step. They are the tokens that the papers evict together.
 The module uses torch operations and processes requests one by one. On a GPU the host waits for none of them.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -108,7 +106,7 @@ def layer_rounds(
             groups.setdefault(size, []).append(head)
     return [
         EqualRoles(
-            Retention(size, sinks, window).behind(prefix),
+            Retention(size, sinks, window).after_prefix(prefix),
             longest if interval(every, size - sinks - window) >= longest else shortest,
             heads if len(heads) < len(budgets) else None,
         )
@@ -383,8 +381,8 @@ def expected_logits(keys: torch.Tensor, rounds: ExpectedLogits, length: int) -> 
     # float64, because angles grow with the position: float32 would round one at 100,000 by 0.004 radians
     angles = length * rounds.frequencies
     cos, sin = angles.cos(), angles.sin()
-    a, b, rest = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
-    query = torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).float()
+    a, b, unrotated = rounds.mean.double().split([pairs, pairs, keys.shape[-1] - 2 * pairs], -1)
+    query = torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], -1).float()
     value = torch.einsum("hgd,hnd->hgn", query, keys)
     value += torch.einsum("hgf,hnf->hgn", rounds.excess, band_norms(keys, pairs))
     spread, mean = torch.std_mean(value, -1, correction=0, keepdim=True)

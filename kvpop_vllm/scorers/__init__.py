@@ -5,8 +5,6 @@ A new kind is one file and one line in :data:`SCORERS` or :data:`GATES`.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """Base classes of the modules of scorer files: scorers of keys and values, and gates."""
 
-from __future__ import annotations
-
 import math
 from typing import ClassVar, NamedTuple
 

@@ -8,8 +8,6 @@ other authors are read by :mod:`kvpop_vllm.scorers.reader`.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence

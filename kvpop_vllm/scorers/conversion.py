@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping
@@ -75,8 +73,8 @@ def arranged(checkpoint: Checkpoint, place: Mapping, layer: int, axes: tuple[str
     template, sizes = place["tensor"], checkpoint.small
     if "{head}" in template:
         heads = [template.replace("{head}", str(i)) for i in range(sizes.heads)]
-        rest = tuple(axis for axis in axes if axis != "head")
-        return torch.stack([_layer_tensor(checkpoint, place, name, layer, rest) for name in heads])
+        other_axes = tuple(axis for axis in axes if axis != "head")
+        return torch.stack([_layer_tensor(checkpoint, place, name, layer, other_axes) for name in heads])
     return _layer_tensor(checkpoint, place, template, layer, axes)
 
 

@@ -1,7 +1,5 @@
 """Gate of DMS: whether a token is evicted with the window, read at insertion (arXiv:2506.05345)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -3,8 +3,6 @@
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
@@ -48,9 +46,9 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
         check_tensors(*convert(checkpoint, reading), str(checkpoint.folder))
         return [*lines, *reader.describe(checkpoint, reading), f"{map_file} fits"]
     try:
-        fitting, why = reader.readings(checkpoint), ""
+        fitting, reason = reader.readings(checkpoint), ""
     except ConfigError as error:
-        fitting, why = [], str(error)
+        fitting, reason = [], str(error)
     reading = fitting[0] if fitting else draft(checkpoint)
     if fitting:
         lines += [*reader.describe(checkpoint, reading), *reader.assumed(checkpoint, reading)]
@@ -60,7 +58,7 @@ def inspect_checkpoint(name: str | Path, out: str | Path, map_file: str | Path |
             *(f"  {text}" for text in differences(fitting)),
         ]
     elif not fitting:
-        lines.append(f"no reading fits: {why or reader.why_none(checkpoint)}")
+        lines.append(f"no reading fits: {reason or reader.why_none(checkpoint)}")
     if unknown := [key for key, tokens in reading.budget.items() if tokens is None]:
         lines.append(f"config.json does not say {', '.join(unknown)}: add them to the map")
     write_map(out, reading)

@@ -1,7 +1,5 @@
 """Gate of KVzap: a token's importance, read at insertion (arXiv:2601.07891)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

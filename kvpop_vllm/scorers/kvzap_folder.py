@@ -8,8 +8,6 @@ for: the first three have the defaults of this module, and the last is not compa
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Linear scorer per head (KVpop section E.2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

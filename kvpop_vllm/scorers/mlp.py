@@ -1,7 +1,5 @@
 """Two-layer MLP scorer per head, with SiLU (KVpop section E.2)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

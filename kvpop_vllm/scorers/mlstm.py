@@ -1,7 +1,5 @@
 """mLSTM scorer with delayed readout (KVpop sections E.3 to E.5)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import ClassVar
 

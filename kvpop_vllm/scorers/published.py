@@ -10,8 +10,6 @@ containers, and no code is executed.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 from typing import NamedTuple

@@ -6,8 +6,6 @@ by torch's restricted unpickler.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -113,8 +111,8 @@ def open_checkpoint(folder: str | Path, *, pickles: bool = False) -> Checkpoint:
 
 def model_keys(config: Mapping, base: str) -> frozenset[str]:
     """Return the keys of a ``config.json`` that are of the base model, or name classes and versions."""
-    more = {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "name_or_path"}
-    return frozenset({*base_keys(config, base), *more})
+    common_keys = {"architectures", "auto_map", "model_type", "transformers_version", "_name_or_path", "name_or_path"}
+    return frozenset({*base_keys(config, base), *common_keys})
 
 
 def unread_lines(file: str, names: Iterable[str]) -> list[str]:

@@ -8,8 +8,6 @@ FastDMS (shisa-ai): a whole model with ``dms_metadata.json``, which reads the sa
 token decides about this token, where that of DMS decides about the token before it. Errors are ConfigErrors.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping
@@ -151,6 +149,6 @@ def _projection(find, tensors: dict, layer: int, scale: float, bias: torch.Tenso
     if not bool(norm.all()):
         raise ConfigError(f"{prefix}.input_layernorm.weight has zeros: its projection cannot be taken over")
     weight = find(f"{prefix}.self_attn.dms_proj_alpha.weight") * find(f"{prefix}.self_attn.dms_proj_alpha_norm.weight")
-    more = tensors.get(f"{prefix}.self_attn.dms_proj_alpha.bias", torch.zeros(()))
+    alpha_bias = tensors.get(f"{prefix}.self_attn.dms_proj_alpha.bias", torch.zeros(()))
     # a bias of the projection is scaled with it
-    return {"weight": weight / norm, "bias": bias + scale * more.float()}
+    return {"weight": weight / norm, "bias": bias + scale * alpha_bias.float()}

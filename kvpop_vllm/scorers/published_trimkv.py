@@ -5,8 +5,6 @@ alone, in ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``. It is served
 ConfigErrors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -138,7 +138,7 @@ def describe_place(place: Mapping | None) -> str:
     """Return where a piece is, in one text."""
     if place is None:
         return "nothing"
-    more = f" part {place['part']}" if "part" in place else ""
+    part_name = f" part {place['part']}" if "part" in place else ""
     for name, words in (("slice", "columns"), ("rows", "rows")):
-        more += f", {words} {place[name][0]} to {place[name][1]}" if name in place else ""
-    return f"{place['tensor']} as {place['axes'] or 'one number'}{more}"
+        part_name += f", {words} {place[name][0]} to {place[name][1]}" if name in place else ""
+    return f"{place['tensor']} as {place['axes'] or 'one number'}{part_name}"

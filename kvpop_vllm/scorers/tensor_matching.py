@@ -7,8 +7,6 @@ checkpoint only where there is one.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
@@ -145,16 +143,16 @@ def _split(group: dict[str, tuple[int, ...]], sizes: Sizes, source: str) -> Iter
                 f"{source}: tensor {name} is missing, and others of its kind are there: complete the folder"
             )
     shape = next(iter(group.values()))
-    if odd := [name for name, other in group.items() if other != shape]:
+    if odd := [name for name, other_shape in group.items() if other_shape != shape]:
         raise ConfigError(f"{source}: tensor {odd[0]} has shape {group[odd[0]]}, and others of its kind have {shape}")
     yield Stack(template, shape)
 
 
 def _check_layers(values: set[str], rows: dict[str, list[str]], i: int, layers: int, source: str) -> None:
     expected = set(map(str, range(layers)))
-    if more := sorted(values - expected):
-        name = next(name for name, row in rows.items() if row[i] == more[0])
-        raise ConfigError(f"{source}: tensor {name} is of layer {more[0]}, and config.json says {layers} layers")
+    if unexpected := sorted(values - expected):
+        name = next(name for name, row in rows.items() if row[i] == unexpected[0])
+        raise ConfigError(f"{source}: tensor {name} is of layer {unexpected[0]}, and config.json says {layers} layers")
     if lacking := sorted(expected - values):
         name = ".".join([*next(iter(rows.values()))[:i], lacking[0], *next(iter(rows.values()))[i + 1 :]])
         raise ConfigError(f"{source}: tensor {name} is missing, and others of its kind are there: complete the folder")
@@ -202,15 +200,15 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
     axis_sizes = dict(sizes)
     axes_left = frozenset(axis for axis in axes if axis_sizes.get(axis) != 1)  # an axis of length 1 may be left out
 
-    def place(rest: tuple[int, ...], left: frozenset[str], begun: bool) -> Iterator[tuple[list[str], int]]:
-        if not rest:
+    def place(remaining: tuple[int, ...], left: frozenset[str], begun: bool) -> Iterator[tuple[list[str], int]]:
+        if not remaining:
             # a reading needs every axis
             if not left:
                 yield [], axis_sizes.get("out", 0)
             return
-        length = rest[0]
+        length = remaining[0]
         if length == 1:
-            yield from ((["1", *words], out) for words, out in place(rest[1:], left, begun))
+            yield from ((["1", *words], out) for words, out in place(remaining[1:], left, begun))
         for names in [(axis,) for axis in sorted(left)] + [merge for merge in MERGES if left.issuperset(merge)]:
             # layers come first or in the names
             if begun and names[0] == "layer":
@@ -221,7 +219,7 @@ def patterns(shape: tuple[int, ...], axes: frozenset[str], sizes: tuple[tuple[st
             if length % fixed or (not unknown and fixed != length) or (unknown and length // fixed < 2):
                 continue
             text = names[0] if len(names) == 1 else f"({' '.join(names)})"
-            for words, out in place(rest[1:], left - set(names), True):
+            for words, out in place(remaining[1:], left - set(names), True):
                 yield [text, *words], length // fixed if unknown else out
 
     return list(dict.fromkeys((" ".join(words), out) for words, out in place(shape, axes_left, False)))
@@ -261,8 +259,8 @@ def uses_of(stack: Stack, sizes: Sizes) -> list[tuple[Pieces, dict[str, int]]]:
     return uses
 
 
-def _map_entry(stack: Stack, axis_order: str, **more) -> dict:
-    return {"tensor": stack.template, "axes": axis_order, **more}
+def _map_entry(stack: Stack, axis_order: str, **fields) -> dict:
+    return {"tensor": stack.template, "axes": axis_order, **fields}
 
 
 def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[str, int]]]:
@@ -279,13 +277,13 @@ def _fused(stack, pieces, bias, axis_sizes, missing) -> list[tuple[Pieces, dict[
     if "out" not in axes:
         return uses
     for axis_order, width in patterns(stack.shape, axes_left - {"part"}, tuple(axis_sizes.items())):
-        for features, rest, widths in _divisions(names, width):
+        for features, remaining, widths in _divisions(names, width):
             ends = list(itertools.accumulate(widths))
             placed = {
                 name: _map_entry(stack, axis_order, slice=[end - part, end])
                 for name, part, end in zip(names, widths, ends, strict=True)
             }
-            uses.append((placed, {"features": features} | ({"values": rest} if rest else {})))
+            uses.append((placed, {"features": features} | ({"values": remaining} if remaining else {})))
     return uses
 
 
@@ -293,10 +291,10 @@ def _divisions(names: list[str], width: int) -> Iterator[tuple[int, int, list[in
     """Yield the columns of queries and keys, of values, and of each piece in turn, where a tensor has ``width`` in all."""
     for features in range(1, min(width, WIDEST)):
         widths = [features if PIECES[name][2] == "features" else 0 for name in names]
-        rest = width - sum(widths)
+        remaining = width - sum(widths)
         # pieces of values need columns, and without such pieces none may be left over
-        if (rest == 0) == (widths.count(0) == 0) and rest >= 0:
-            yield features, rest, [part or rest for part in widths]
+        if (remaining == 0) == (widths.count(0) == 0) and remaining >= 0:
+            yield features, remaining, [part or remaining for part in widths]
 
 
 def _rows(
@@ -308,7 +306,7 @@ def _rows(
         return []
     width = stack.shape[0] // heads
     equal = [(0, 0, [width // len(names)] * len(names))] if width % len(names) == 0 else []
-    for features, rest, widths in _divisions(names, width) if "out" in axes_left else equal:
+    for features, unused, widths in _divisions(names, width) if "out" in axes_left else equal:
         ends = list(itertools.accumulate(heads * part for part in widths))
         orders = []
         for part in widths:
@@ -328,7 +326,7 @@ def _rows(
                     name: _map_entry(stack, axis_order, rows=[end - heads * part, end])
                     for name, part, end in zip(names, widths, ends, strict=True)
                 }
-                bound = {"features": features} | ({"values": rest} if rest else {}) if "out" in axes_left else {}
+                bound = {"features": features} | ({"values": unused} if unused else {}) if "out" in axes_left else {}
                 uses.append((place, bound))
     return uses
 

@@ -1,7 +1,5 @@
 """Gate of TRIM-KV and DBTrimKV: the decay of each token, read at insertion (arXiv:2512.03324, arXiv:2605.09649)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

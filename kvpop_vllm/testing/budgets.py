@@ -10,8 +10,6 @@ another order of their terms could cause. The budget then depends on the computa
 on the processor.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,11 +145,11 @@ class ErrorBudget:
             raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {self.reference.shape}")
         wide = actual.detach().to("cpu", torch.float64)
         odd = ~self.reference.isfinite() | ~wide.isfinite()
-        same = (wide == self.reference) | (wide.isnan() & self.reference.isnan())
-        if (odd & ~same).any():
-            index = tuple(torch.nonzero(odd & ~same)[0].tolist())
+        equal = (wide == self.reference) | (wide.isnan() & self.reference.isnan())
+        if (odd & ~equal).any():
+            index = tuple(torch.nonzero(odd & ~equal)[0].tolist())
             raise AssertionError(
-                f"{name}: {int((odd & ~same).sum())} of {wide.numel()} entries are wrongly NaN or "
+                f"{name}: {int((odd & ~equal).sum())} of {wide.numel()} entries are wrongly NaN or "
                 f"infinite (or wrongly finite), first at {index}: {float(wide[index])} instead of "
                 f"{float(self.reference[index])}"
             )

@@ -5,8 +5,6 @@ that any cache passes a test on it. The weights of these models are scaled so th
 the output depends on tokens far back. :func:`require_distant_influence` checks this.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -135,97 +133,59 @@ def _layer_weights(config: dict, normal: Callable[..., torch.Tensor]) -> dict[st
     return weights
 
 
+_KEYS = {
+    "mlstm": {"feature_map": "hedgehog", "gate_softcap": None, "norm": False, "skip": False, "delayed": True},
+    "trimkv": {"reads": "hidden", "gated": False},
+    "dms": {"reads": "hidden", "scale": 3.0, "shifted": False},
+    "kvzap": {"reads": "hidden", "linear": False},
+}
+"""Config keys of a kind of scorer, with the defaults of :func:`write_random_scorer`."""
+
+
 def write_random_scorer(
     folder: str | Path,
     model_dir: str | Path,
     scorer: str = "mlstm",
     *,
-    sinks: int = 4,
-    window: int = 16,
-    topk: int = 44,
-    trained: Sequence[tuple[int, int]] = (),
     seed: int = 0,
-    feature_map: str = "hedgehog",
-    gate_softcap: float | None = None,
-    norm: bool = False,
-    skip: bool = False,
-    delayed: bool = True,
     v_proj: bool = True,
     features: int | None = None,
     value_width: int | None = None,
     mlp_width: int = 16,
-    decay_step: int = 1,
-    decay_min: float = 0.99,
-    decay_max: float = 0.9999,
-    reads: str = "hidden",
-    gated: bool = False,
     hidden_layers: int = 1,
-    scale: float = 3.0,
-    shifted: bool = False,
     evict: float = 0.0,
     layers: Sequence[int] = (),
-    linear: bool = False,
+    **options,
 ) -> Path:
     """Write a scorer folder whose scores vary strongly between tokens, and return its path.
 
-    The format is version 1. Options that do not apply to ``scorer`` are ignored. Options without a line here
-    are keys of the config.
+    The format is version 1. Options that do not apply to ``scorer`` are ignored.
 
     Args:
         folder: folder to write.
         model_dir: folder of the model.
         scorer: mlstm, mlp, linear, trimkv, dms or kvzap.
-        trained: (window, topk) of all trained budgets.
         seed: seed of the random weights.
         v_proj: False leaves the value projection out.
         features: F, default D / 2 for Hedgehog, D for softmax.
         value_width: Dv, default D. Ignored without ``v_proj``.
         mlp_width: M of mlp, trimkv and kvzap.
         hidden_layers: hidden layers of trimkv's gate, 2 for that of DBTrimKV.
-        decay_step: ``step`` of the decay.
-        decay_min: ``min`` of the decay.
-        decay_max: ``max`` of the decay.
         evict: shift of the eviction logits of dms.
         layers: indices in the model of the layers that the scorer is for, if these are not all.
+        options: of the config, see :func:`_scorer_config`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     model = json.loads((Path(model_dir) / "config.json").read_text())
     # keys of a JSON object are text
     by_layer = {int(layer): keys for layer, keys in (model.get("per_layer_config") or {}).items()}
-    model |= by_layer.get(layers[0], {}) if layers else {}
-    dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    config = {
-        "format": "kvpop-scorer",
-        "version": 1,
-        "model_type": model["model_type"],
-        "num_layers": len(layers) or model["num_hidden_layers"],
-        "num_kv_heads": model["num_key_value_heads"],
-        "head_dim": dim,
-        "scorer": scorer,
-        "sinks": sinks,
-        "window": window,
-        **({"trained": [{"window": w, "topk": k} for w, k in trained]} if trained else {}),
-        "topk": topk,
-        **({"layers": list(layers)} if layers else {}),
-    }
-    sizes = {"M": mlp_width}
-    gates = {
-        "trimkv": {"gated": gated},
-        "dms": {"scale": scale, "shifted": shifted},
-        "kvzap": {"linear": linear},
-    }
-    if scorer in gates:
-        config |= {"hidden_size": model["hidden_size"], "reads": reads} | gates[scorer]
-        sizes |= {"evict": evict, "hidden_layers": hidden_layers}
-    else:
-        config["decay"] = {"step": decay_step, "min": decay_min, "max": decay_max}
-    if scorer == "mlstm":
-        config |= {"feature_map": feature_map, "gate_softcap": gate_softcap}
-        config |= {"norm": norm, "skip": skip, "delayed": delayed}
-        sizes["F"] = features or (dim // 2 if feature_map == "hedgehog" else dim)
-        sizes["Dv"] = (value_width or dim) if v_proj else dim
+    config = _scorer_config(model | (by_layer.get(layers[0], {}) if layers else {}), scorer, layers, **options)
     (folder / "kvpop_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    dim = config["head_dim"]
+    sizes = {"M": mlp_width, "evict": evict, "hidden_layers": hidden_layers}
+    sizes["F"] = features or (dim // 2 if config.get("feature_map") == "hedgehog" else dim)
+    sizes["Dv"] = (value_width or dim) if v_proj else dim
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for layer in range(config["num_layers"]):
@@ -233,6 +193,60 @@ def write_random_scorer(
         weights |= {f"layers.{layer}.{name}": t.contiguous() for name, t in tensors.items()}
     save_file(weights, folder / "kvpop_scorer.safetensors")
     return folder
+
+
+def _scorer_config(
+    model: dict,
+    scorer: str,
+    layers: Sequence[int],
+    *,
+    sinks: int = 4,
+    window: int = 16,
+    topk: int = 44,
+    trained: Sequence[tuple[int, int]] = (),
+    decay_step: int = 1,
+    decay_min: float = 0.99,
+    decay_max: float = 0.9999,
+    **keys,
+) -> dict:
+    """Return the config of a random scorer.
+
+    Args:
+        model: config of the model.
+        scorer: as in :func:`write_random_scorer`.
+        layers: as in :func:`write_random_scorer`.
+        sinks: s.
+        window: w.
+        topk: k.
+        trained: (window, topk) of all trained budgets.
+        decay_step: ``step`` of the decay.
+        decay_min: ``min`` of the decay.
+        decay_max: ``max`` of the decay.
+        keys: those of :data:`_KEYS`, of any kind.
+
+    Raises:
+        TypeError: no kind has such a key.
+    """
+    if unknown := keys.keys() - set().union(*_KEYS.values()):
+        raise TypeError(f"no scorer has {', '.join(sorted(unknown))}")
+    config = {
+        "format": "kvpop-scorer",
+        "version": 1,
+        "model_type": model["model_type"],
+        "num_layers": len(layers) or model["num_hidden_layers"],
+        "num_kv_heads": model["num_key_value_heads"],
+        "head_dim": model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"],
+        "scorer": scorer,
+        "sinks": sinks,
+        "window": window,
+        **({"trained": [{"window": w, "topk": k} for w, k in trained]} if trained else {}),
+        "topk": topk,
+        **({"layers": list(layers)} if layers else {}),
+        **{key: keys.get(key, default) for key, default in _KEYS.get(scorer, {}).items()},
+    }
+    if "reads" in config:
+        return config | {"hidden_size": model["hidden_size"]}
+    return config | {"decay": {"step": decay_step, "min": decay_min, "max": decay_max}}
 
 
 def _scorer_weights(

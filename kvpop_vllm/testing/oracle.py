@@ -7,8 +7,6 @@ Shapes: ``S`` tokens, ``V`` vocabulary, ``H`` KV heads, ``G`` query heads per KV
 hidden size.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -162,7 +160,7 @@ class OracleModel:
         Returns:
             Query ``[H * G, S, D]``, key and value ``[H, S, D]`` as cached, channel ``[H, S]``.
         """
-        parts, first = [], slice(None, None, self.q_heads // self.kv_heads)
+        head_outputs, first = [], slice(None, None, self.q_heads // self.kv_heads)
         for part in "qkv":
             y = self._linear(x, f"{name}.{part}_proj")
             y = y.view(len(x), -1, self.head_dim).transpose(0, 1)
@@ -179,8 +177,8 @@ class OracleModel:
             if part == "q":
                 # again, since the rotation turns the partner into it
                 y[first, :, -1] *= not borrow
-            parts.append(y)
-        return parts[0], parts[1], parts[2], channel
+            head_outputs.append(y)
+        return head_outputs[0], head_outputs[1], head_outputs[2], channel
 
     def _rope(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rotary tables, cosine and sine ``[S, D]``.

@@ -1,7 +1,5 @@
 """Attention under masks, and policies that rank tokens by the attention they received, part of the naive oracle."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -114,13 +112,13 @@ class Masses(Ranking):
     """Attention masses of one KV head's tokens."""
 
     def __init__(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, how: str, scale: float
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, added, sink_logits, kind: str, scale: float
     ) -> None:
         """Begin without any mass.
 
         ``query [G, S, D]``, ``key [S, D]``, ``value [S, D]``, ``added [S]`` and ``sink_logits [G]`` are the head's.
         """
-        self.query, self.key, self.value, self.added, self.how = query, key, value, added, how
+        self.query, self.key, self.value, self.added, self.kind = query, key, value, added, kind
         self.sink_logits, self.scale = sink_logits, scale
         self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
 
@@ -128,8 +126,8 @@ class Masses(Ranking):
         """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
         tokens = torch.tensor(list(candidates))
         # queries t to q - 1 have seen token t
-        mass = (self.total[tokens] / (q - tokens) if self.how == MEAN_MASS else self.newest[tokens]).double()
-        if self.how == MOMENT_RESIDUAL:
+        mass = (self.total[tokens] / (q - tokens) if self.kind == MEAN_MASS else self.newest[tokens]).double()
+        if self.kind == MOMENT_RESIDUAL:
             present = torch.zeros(q, dtype=torch.bool)
             present[visible] = True
             mass = mass * _residuals(self.key[:q], self.value[:q], present, self.scale)[tokens].double()
@@ -151,12 +149,12 @@ def retained_by_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    how: str,
+    kind: str,
     *shape: int,
     added: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
     scale: float | None = None,
-    **more: object,
+    **options: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
 
@@ -169,13 +167,13 @@ def retained_by_attention(
         query: ``[H * G, S, D]``.
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
-        how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
+        kind: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
         shape: sinks, ``w`` and ``k``.
         added: see :func:`masked_attention`.
         sink_logits: see :func:`masked_attention`.
         scale: the model's factor of logits, by default ``1 / sqrt(D)``. Queries of a model with another one are given
             multiplied, so that their logits have the default factor.
-        more: arguments of :func:`retained_by_ranking` by name.
+        options: arguments of :func:`retained_by_ranking` by name.
     """
     added = torch.zeros(key.shape[:2], dtype=key.dtype) if added is None else added
     # of weight 0
@@ -183,8 +181,8 @@ def retained_by_attention(
     query, sink_logits = (x.unflatten(0, (len(key), -1)) for x in (query, sink_logits))
     heads = zip(query, key, value, added, sink_logits, strict=True)
     scale = 1 / math.sqrt(key.shape[-1]) if scale is None else scale
-    rankings = [Masses(*head, how, scale) for head in heads]
-    return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
+    rankings = [Masses(*head, kind, scale) for head in heads]
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **options)
 
 
 def _residuals(key: torch.Tensor, value: torch.Tensor, present: torch.Tensor, scale: float) -> torch.Tensor:

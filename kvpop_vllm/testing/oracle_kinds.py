@@ -4,8 +4,6 @@ Layers of full attention retain tokens as a policy of the naive oracle says. Que
 their chunk. All else is the code of transformers.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import math

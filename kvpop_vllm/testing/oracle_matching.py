@@ -1,7 +1,5 @@
 """Slots made of a prompt at its end by attention matching, found naively in float64, part of the naive oracle."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

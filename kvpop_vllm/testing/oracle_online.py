@@ -5,8 +5,6 @@ A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` is
 earlier queries, on draws for each eviction, or on rounds.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
@@ -149,50 +147,95 @@ def retained_by_ranking(
         ValueError: the forced sets cannot result from this budget (sinks or window missing, a future or evicted
             token seen, a token evicted while slots were free, too many tokens evicted at once).
     """
-    heads = len(rankings)
-    visible = np.zeros((heads, length, length), bool)
-    margins, scores = np.full((heads, length), np.inf), np.full((heads, length, 2), np.nan)
-    lost, forced_sets = np.full((heads, length), -1), None if forced is None else forced.cpu().numpy()
-    for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
-        added = {token: by for head, token, by in bias if head == h}
+    rooms = np.broadcast_to(topk, len(rankings)).tolist()
+    heads = []
+    for h, (ranking, room) in enumerate(zip(rankings, rooms, strict=True)):
+        head = _HeadDecisions(ranking, length, sinks, window, room, first_eviction, f"head {h}")
+        sets = [None] * length if forced is None else [np.flatnonzero(row).tolist() for row in forced[h].cpu().numpy()]
+        head.decide(sets, {token: by for number, token, by in bias if number == h})
+        heads.append((head.visible, head.margins, head.scores, head.lost))
+    visible, margins, scores, lost = (torch.from_numpy(np.stack(arrays)) for arrays in zip(*heads, strict=True))
+    return visible, margins, scores.to(dtype), lost
+
+
+class _HeadDecisions:
+    """Decisions of one KV head, as :data:`Decisions` without the head axis.
+
+    Args:
+        ranking: ranking of the head.
+        length: ``S``.
+        sinks: number of tokens at the beginning that are never evicted.
+        window: ``w``.
+        room: ``k``.
+        first_eviction: query before which nothing is evicted.
+        name: name of the head in errors.
+    """
+
+    def __init__(
+        self, ranking: Ranking, length: int, sinks: int, window: int, room: int, first_eviction: int, name: str
+    ) -> None:
+        self.ranking, self.sinks, self.window, self.room = ranking, sinks, window, room
+        self.first_eviction, self.name = first_eviction, name
+        self.visible = np.zeros((length, length), bool)
+        self.margins, self.scores = np.full(length, np.inf), np.full((length, 2), np.nan)
+        self.lost = np.full(length, -1)
+
+    def decide(self, forced: Sequence[list[int] | None], added: dict[int, float]) -> None:
+        """Decide query by query.
+
+        Args:
+            forced: sorted tokens that each query must see, None where the ranks decide.
+            added: what is added to the ranks of tokens.
+        """
         retained: set[int] = set()
         visible_tokens: list[int] = []
-        for q in range(length):
-            forced_tokens = None if forced_sets is None else np.flatnonzero(forced_sets[h, q]).tolist()
+        for q, forced_tokens in enumerate(forced):
             # the token that leaves the window at q
-            new = {q - window} if q - window >= sinks else set()
-            candidates = retained | new
-            surplus = max(0, len(candidates) - room) if q >= first_eviction else 0
-            judged = surplus or ranking.threshold is not None
-            rank = ranking.ranks(q, candidates, visible_tokens) if judged else {}
-            if forced_tokens is None:
-                gone = _evicted(ranking, rank, candidates, new, surplus, added)
-            else:
-                gone = candidates - set(forced_tokens)
-            retained = candidates - gone
-            full = len(retained) == room > 0
-            # a threshold also evicts while slots are free: a new token that fails it, or as many as leave the head full
-            below = ranking.threshold is not None and surplus <= len(gone) and (len(retained) == room or gone <= new)
-            if len(gone) != surplus and not below:
-                raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
-            if judged:
-                margins[h, q] = min(margins[h, q], ranking.margin(q, rank, retained, gone, new, full))
-            if gone:
-                # sets have no order, and of equal ranks the oldest token counts
-                best, lowest = max(sorted(gone), key=rank.get), min((rank[t] for t in retained), default=(NEW, 0.0))
-                lost[h, q] = best
-                if rank[best][0] == lowest[0] != NEW:
-                    scores[h, q] = rank[best][1], lowest[1]
-            visible_tokens = sorted({*range(min(sinks, q + 1)), *range(max(0, q - window + 1), q + 1), *retained})
+            new = {q - self.window} if q - self.window >= self.sinks else set()
+            retained = self._retain(q, retained | new, new, visible_tokens, forced_tokens, added)
+            recent = range(max(0, q - self.window + 1), q + 1)
+            visible_tokens = sorted({*range(min(self.sinks, q + 1)), *recent, *retained})
             if forced_tokens is not None and visible_tokens != forced_tokens:
                 raise ValueError(
-                    f"head {h}, query {q}: these sets see other tokens than sinks, window and what was kept"
+                    f"{self.name}, query {q}: these sets see other tokens than sinks, window and what was kept"
                 )
-            visible[h, q, visible_tokens] = True
+            self.visible[q, visible_tokens] = True
             # a slice, since q + 1 may lie past the end
-            margins[h, q + 1 : q + 2] = ranking.attend(q, visible_tokens, retained)
-    visible, margins, scores, lost = map(torch.from_numpy, (visible, margins, scores, lost))
-    return visible, margins, scores.to(dtype), lost
+            self.margins[q + 1 : q + 2] = self.ranking.attend(q, visible_tokens, retained)
+
+    def _retain(
+        self,
+        q: int,
+        candidates: set[int],
+        new: set[int],
+        visible_tokens: list[int],
+        forced_tokens: list[int] | None,
+        added: dict[int, float],
+    ) -> set[int]:
+        """Return the candidates that are retained at ``q``, and note the decision."""
+        ranking, room = self.ranking, self.room
+        surplus = max(0, len(candidates) - room) if q >= self.first_eviction else 0
+        judged = surplus or ranking.threshold is not None
+        rank = ranking.ranks(q, candidates, visible_tokens) if judged else {}
+        if forced_tokens is None:
+            gone = _evicted(ranking, rank, candidates, new, surplus, added)
+        else:
+            gone = candidates - set(forced_tokens)
+        retained = candidates - gone
+        full = len(retained) == room > 0
+        # a threshold also evicts while slots are free: a new token that fails it, or as many as leave the head full
+        below = ranking.threshold is not None and surplus <= len(gone) and (len(retained) == room or gone <= new)
+        if len(gone) != surplus and not below:
+            raise ValueError(f"{self.name}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
+        if judged:
+            self.margins[q] = min(self.margins[q], ranking.margin(q, rank, retained, gone, new, full))
+        if gone:
+            # sets have no order, and of equal ranks the oldest token counts
+            best, lowest = max(sorted(gone), key=rank.get), min((rank[t] for t in retained), default=(NEW, 0.0))
+            self.lost[q] = best
+            if rank[best][0] == lowest[0] != NEW:
+                self.scores[q] = rank[best][1], lowest[1]
+        return retained
 
 
 def _evicted(
@@ -219,7 +262,7 @@ def retained_by_scores(
     step: int = 1,
     ages: bool = False,
     threshold: float | None = None,
-    **more: object,
+    **unused: object,
 ) -> Decisions:
     """Return the retained sets of the online rule with scores that do not depend on the sets.
 
@@ -230,11 +273,11 @@ def retained_by_scores(
         step: see :class:`Scored`.
         ages: see :class:`Scored`.
         threshold: see :class:`Scored`.
-        more: ``forced`` and ``first_eviction`` of :func:`retained_by_ranking`.
+        unused: ``forced`` and ``first_eviction`` of :func:`retained_by_ranking`.
     """
     heads = zip(scores.astype(np.float64), log_gamma, strict=True)
     rankings = [Scored(raw, decay, step, ages, threshold) for raw, decay in heads]
-    return retained_by_ranking(rankings, scores.shape[1], torch.float64, *shape, **more)
+    return retained_by_ranking(rankings, scores.shape[1], torch.float64, *shape, **unused)
 
 
 def retained_sets(

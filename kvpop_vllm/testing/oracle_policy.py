@@ -53,8 +53,8 @@ def shared_slots(shares: Sequence[Sequence[float]], topk: int) -> tuple[tuple[in
     All heads up to one have together the nearest whole number of slots.
     """
     # fractions, since sums of floats depend on their order
-    parts = [Fraction(part) for layer in shares for part in layer]
-    upto = [round(sum(parts[: i + 1]) / sum(parts) * len(parts) * topk) for i in range(len(parts))]
+    fractions = [Fraction(part) for layer in shares for part in layer]
+    upto = [round(sum(fractions[: i + 1]) / sum(fractions) * len(fractions) * topk) for i in range(len(fractions))]
     slots = iter(b - a for a, b in zip([0, *upto], upto, strict=False))
     return tuple(tuple(next(slots) for _ in layer) for layer in shares)
 
@@ -228,8 +228,8 @@ class OraclePolicy:
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             inputs = query, key, value, self.scorer, *shape
-            more = {"added": added, "sink_logits": sink_logits, "scale": scale, "forced": forced, "bias": bias}
-            return LayerDecisions(*retained_by_attention(*inputs, **more))
+            options = {"added": added, "sink_logits": sink_logits, "scale": scale, "forced": forced, "bias": bias}
+            return LayerDecisions(*retained_by_attention(*inputs, **options))
         if self.scorer == RANDOM_DRAW:
             return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY, EXPECTED_LOGITS):

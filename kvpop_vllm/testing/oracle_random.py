@@ -1,7 +1,5 @@
 """Uniformly random evictions, drawn from seeds, layer, head, query and token, part of the naive oracle."""
 
-from __future__ import annotations
-
 import torch
 
 from .oracle_online import Decisions, Rank, Ranking, retained_by_ranking

@@ -4,8 +4,6 @@ The tokens that the papers evict together in a round are evicted here one by one
 VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133), TriAttention (arXiv 2604.04921).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,8 +80,8 @@ def sampled_mass(
         uniform = (draw(*head.place, last, t) + 0.5) / 2**53
         drawn = (math.log(near[i]) if near[i] > 0 else -math.inf) - math.log(-math.log(uniform))
         rank[t] = (_LARGE, spread[t]) if t in large else (_DRAWN, drawn)
-    rest = [spread[t] for t in by_spread[len(large) :]]
-    return rank, spread[large[-1]] - rest[0] if large and rest else math.inf
+    smaller = [spread[t] for t in by_spread[len(large) :]]
+    return rank, spread[large[-1]] - smaller[0] if large and smaller else math.inf
 
 
 def redundancy(
@@ -110,7 +108,7 @@ def redundancy(
             cosine[i, similar[-1]] = 0
     redundant = (cosine.sum(0) / len(unit)).softmax(0).tolist()
     # redundancies of tokens in the window are left over
-    value = [0.1 * mass - 0.9 * other for mass, other in zip(importance, redundant, strict=False)]
+    value = [0.1 * mass - 0.9 * similarity for mass, similarity in zip(importance, redundant, strict=False)]
     return {t: (_DRAWN, value[i]) for i, t in enumerate(candidates) if i >= sinks}, closest
 
 
@@ -129,11 +127,11 @@ def expected_logits(
 class Rounds(Ranking):
     """Ranks of the last round of one KV head. Later tokens rank above all others."""
 
-    def __init__(self, head: Head, how: str, sinks: int, window: int, every: float) -> None:
+    def __init__(self, head: Head, kind: str, sinks: int, window: int, every: float) -> None:
         """Keep the head, the number of ranked sinks, and the distance of rounds, infinite if there are none."""
         self.head, self.sinks, self.window = head, sinks, window
-        self.every, self.queries = every, min(_QUERIES[how], window)
-        self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy, EXPECTED_LOGITS: expected_logits}[how]
+        self.every, self.queries = every, min(_QUERIES[kind], window)
+        self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy, EXPECTED_LOGITS: expected_logits}[kind]
         self.rank: dict[int, Rank] = {}
 
     def ranks(self, q: int, candidates: set[int], visible: list[int]) -> dict[int, Rank]:
@@ -150,20 +148,20 @@ class Rounds(Ranking):
         return apart
 
 
-def distances(how: str, topk: Sequence[int], mean_topk: int) -> list[float]:
+def distances(kind: str, topk: Sequence[int], mean_topk: int) -> list[float]:
     """Return the distance of rounds in tokens for each head of a layer, infinite if it has none.
 
     With k slots in every head it is the paper's, but at most k / 2. An unequal head has the distance of equal heads if
     its own k allows it, else half of that, rounded up, and none if it has no more slots than that.
 
     Args:
-        how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
+        kind: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
         topk: ``k`` of each head of the layer.
         mean_topk: mean ``k`` of all heads of the model.
     """
 
     def of_equal_heads(k: int) -> int:
-        return min(_EVERY[how], max(1, k // 2))
+        return min(_EVERY[kind], max(1, k // 2))
 
     longest = of_equal_heads(mean_topk)
     half = math.ceil(longest / 2)
@@ -174,7 +172,7 @@ def retained_by_rounds(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    how: str,
+    kind: str,
     layer: int,
     seeds: tuple[int, int],
     protect: int,
@@ -184,7 +182,7 @@ def retained_by_rounds(
     statistics: LayerStatistics | None = None,
     mean_topk: int | None = None,
     sink_logits: torch.Tensor | None = None,
-    **more: object,
+    **unused: object,
 ) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
 
@@ -195,7 +193,7 @@ def retained_by_rounds(
         query: ``[H * G, S, D]``.
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
-        how: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
+        kind: SAMPLED_MASS, REDUNDANCY or EXPECTED_LOGITS.
         layer: layer index.
         seeds: seeds of draws.
         protect: number of tokens at the beginning that are never evicted and not ranked.
@@ -206,14 +204,14 @@ def retained_by_rounds(
         statistics: statistics of the layer's queries, for EXPECTED_LOGITS.
         mean_topk: mean ``k`` of all heads of the model, None for that of the layer, rounded down.
         sink_logits: ``[H * G]``, logits of a further key that every query sees, None for none.
-        more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
+        unused: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
     heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
     slots = [topk] * len(key) if isinstance(topk, int) else topk
-    every = distances(how, slots, sum(slots) // len(slots) if mean_topk is None else mean_topk)
+    every = distances(kind, slots, sum(slots) // len(slots) if mean_topk is None else mean_topk)
     rankings = []
     for h, tensors in enumerate(zip(heads, key, value, strict=True)):
         of_head = None if sink_logits is None else sink_logits.view(len(key), -1)[h]
         head = Head(*tensors, (seeds, layer, h), statistics and statistics.of_head(h, heads.shape[1]), of_head)
-        rankings.append(Rounds(head, how, ranked, window, every[h]))
-    return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)
+        rankings.append(Rounds(head, kind, ranked, window, every[h]))
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **unused)

@@ -6,8 +6,6 @@ map (``2F`` for Hedgehog, ``F`` for softmax), ``Dv`` value width of the memory.
 This module must not import the code under test, nor be imported by it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -48,14 +48,14 @@ class LayerStatistics:
         excess, plain = norm[:, :half] - query.abs(), mean[:, 2 * half :]
         plain_excess = norm[:, half:] - plain.abs()
         for i, t in enumerate(tokens):
-            rotated, rest = torch.complex(key[t, :half], key[t, half : 2 * half]), key[t, 2 * half :]
+            rotated, unrotated = torch.complex(key[t, :half], key[t, half : 2 * half]), key[t, 2 * half :]
             # turned back to position 0
             base = rotated * _unit(-t * turns, dtype)
             # distances are counted from the last token + 1
             turned = _unit((last + 1 - t + DISTANCES).unsqueeze(1) * turns, dtype)  # [distances, pairs]
             later = query.unsqueeze(1) * turned
             scores[:, i] += (later * base.conj()).real.sum(2).mean(1)
-            scores[:, i] += (excess * base.abs()).sum(1) + plain @ rest + plain_excess @ rest.abs()
+            scores[:, i] += (excess * base.abs()).sum(1) + plain @ unrotated + plain_excess @ unrotated.abs()
         spread = (scores - scores.mean(1, keepdim=True)).square().mean(1, keepdim=True).sqrt()
         return ((scores - scores.mean(1, keepdim=True)) / spread.clamp_min(1e-6)).amax(0).tolist()
 

@@ -1,7 +1,5 @@
 """Prompts compressed once at their end by the votes of their last queries, part of the naive oracle."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -6,8 +6,6 @@ which vLLM does wrongly, and copies of blocks, which it does slowly: engines wit
 one with a policy are mended too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 EVERY, FRONT_END, SCHEDULER, WORKER, FALLBACK = "every process", "front end", "scheduler", "worker", "fallback"
@@ -30,7 +28,7 @@ class Patch:
         takes: parameters that a wrapper relies on. Those before ``*`` come first and in this order, those after it
             have these names; all other parameters are passed through.
         kind: what happens to the target.
-        opens: process whose rows the wrapper puts in place, by its first argument; empty for none.
+        opens: process whose rows the wrapper puts in place, by its first argument, empty for none.
     """
 
     target: str

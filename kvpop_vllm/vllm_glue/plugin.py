@@ -1,7 +1,5 @@
 """Entry point of the ``vllm.general_plugins`` group, called in every vLLM process, possibly twice."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -29,5 +27,5 @@ def register() -> None:
         install(EVERY)
     except Exception as error:
         text = " ".join(f"{type(error).__name__}: {error}".split())
-        why = str(error) if isinstance(error, ConfigError) else f"{text}: install kvpop_vllm and vllm{VLLM} anew"
-        fallback.stand_aside(why, functools.partial(install, FALLBACK))
+        reason = str(error) if isinstance(error, ConfigError) else f"{text}: install kvpop_vllm and vllm{VLLM} again"
+        fallback.stand_aside(reason, functools.partial(install, FALLBACK))

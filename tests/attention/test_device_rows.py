@@ -1,7 +1,5 @@
 """Steps in persistent tensors equal steps built from new tensors, and padding writes nothing."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from dataclasses import replace
@@ -115,7 +113,7 @@ def same_protection(batch, expected, table, protected):
 @pytest.mark.parametrize("state", [0, 5000])
 @pytest.mark.parametrize("kind", ["server's sizes", "protected prompts", "own sizes"])
 @pytest.mark.parametrize("name", KEPT)
-def test_equal_to_batches_made_anew(name, kind, state):
+def test_equal_to_rebuilt_batches(name, kind, state):
     """Steps are equal, also where requests have their own budgets, windows and protection.
 
     Budgets lie below and above the server's. The next step keeps nothing of them: a second turn runs the same
@@ -141,7 +139,7 @@ def test_equal_to_batches_made_anew(name, kind, state):
         assert not d or batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
         for r in range(d):
             tail = lengths[r] - protected[r]
-            block_count = replace(rule, budget=budgets[r]).behind(protected[r]).budget
+            block_count = replace(rule, budget=budgets[r]).after_prefix(protected[r]).budget
             block_count = rows.layout.blocks(tail, block_count) if tail > 0 else 0
             assert torch.equal(batch.table[r, :, :block_count], expected.table[r, :, :block_count])
             assert (batch.table[r, :, block_count + (longest > 0) :] == 0).all()
@@ -152,7 +150,7 @@ def test_equal_to_batches_made_anew(name, kind, state):
 
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
-def test_rows_of_padding_behind_a_prefix(cause):
+def test_rows_of_padding_after_a_prefix(cause):
     """A row after a prefix is padding if it has no length, no slot or no block.
 
     Rows 1 to 3 lie inside the prefix, at its end and after it. The missing block is that of the token, or

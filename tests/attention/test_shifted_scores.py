@@ -1,7 +1,5 @@
 """Scores that arrive one token late, next to requests that have none to replace."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

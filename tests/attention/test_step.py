@@ -1,7 +1,5 @@
 """One engine step is split as specified, and a step out of order changes nothing."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -3,8 +3,6 @@
 No ratio is given without equal outputs, and rows name the machine and commit they were measured on.
 """
 
-from __future__ import annotations
-
 import argparse
 import csv
 import json
@@ -57,7 +55,7 @@ FAILED = "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 in
 
 
 @pytest.mark.parametrize(
-    "other, problem",
+    "measured, problem",
     [
         (STOCK, None),
         ([STOCK[0], tokens_of([5, 9, 9, 9])], None),  # the texts differ from the near tie on
@@ -65,8 +63,8 @@ FAILED = "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 in
         ([STOCK[0], tokens_of([5, 6, 7, 8], shift=-0.6)], "x, prompt 1, token 0: log-probability -1.60, stock -1.00"),
     ],
 )
-def test_outputs_are_compared_up_to_a_near_tie(other, problem):
-    assert harness.differs("x", STOCK, other) == problem
+def test_outputs_are_compared_up_to_a_near_tie(measured, problem):
+    assert harness.differs("x", STOCK, measured) == problem
 
 
 def test_near_ties_everywhere_prove_nothing():
@@ -75,10 +73,10 @@ def test_near_ties_everywhere_prove_nothing():
     assert problem == "x: near ties left only 1 of 4 tokens to compare"
 
 
-def options_of(**more):
+def options_of(**options):
     common = dict(no_csv=False, eager=False, history=None, load_format="auto", dtype="bfloat16", speculative=0)
     common |= dict(threads=1, budget=1024, rounds=3, steps=2, starts=1)
-    return argparse.Namespace(**common | more)
+    return argparse.Namespace(**common | options)
 
 
 def columns_of(name: str) -> set[str]:
@@ -298,7 +296,7 @@ def test_tokens_are_timed_with_drafts(monkeypatch, capsys, tmp_path):
     assert decode.main() == 0
     lines = (line for line in capsys.readouterr().out.splitlines() if line.startswith("json  500  2"))
     columns = ([part.strip() for part in line.split("  ") if part] for line in lines)
-    shown = {name: more for _, _, _, name, *more in columns}
+    shown = {name: values for _, _, _, name, *values in columns}
     assert shown["kvpop, drafts"] == [
         "8.0", "2.50", "/ stock 0.160 (0.160 to 0.160)", "/ no drafts 0.400 (0.400 to 0.400)",
         "/ stock with drafts 0.400 (0.400 to 0.400)",

@@ -1,7 +1,5 @@
 """`make gpu` on a machine without a GPU: interpreted, and its times at tiny shapes by the CPU's kernels."""
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import gc
@@ -127,8 +125,8 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, l
     bench.until = time.monotonic() + 60
     assert sections.run_sections(bench, {"first": 60.0}, *results) == 1
     assert log[-1] == "0 cases done, 1 cases done before, 4 cases wrong, 0 cases skipped, 0 cases not reached"
-    other = results[1] | {"commit": "y"}
-    sections.run_sections(bench, {"first": 60.0}, results[0], other)
+    later = results[1] | {"commit": "y"}
+    sections.run_sections(bench, {"first": 60.0}, results[0], later)
     assert log[-1].startswith("1 cases done, 1 cases done before"), "of another commit"
 
 

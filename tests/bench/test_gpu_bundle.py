@@ -1,7 +1,5 @@
 """Bundle of a GPU machine: device code is erased from shared objects, and a damaged bundle is refused."""
 
-from __future__ import annotations
-
 import struct
 import subprocess
 

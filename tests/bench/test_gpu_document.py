@@ -1,7 +1,5 @@
 """docs/gpu.md says what the recorded files say."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The machines that a rehearsal pretends: which packages they have, and what is refused before any is downloaded."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -4,8 +4,6 @@ They run where `make gpu-rehearse` has been run, as `make nightly` does first: i
 compiles the kernels.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`make gpu`'s parts: time limits, what is done, and how answers are compared. The processes are real, the GPU is not."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal
@@ -130,13 +128,13 @@ def test_without_a_gpu_one_line_says_so(tmp_path, monkeypatch):
         run.Run(tmp_path / "out", 1.0)
 
 
-@pytest.mark.parametrize("other", [{"capability": "8.0"}, {"python": "3.11"}])
-def test_a_bundle_for_another_gpu_or_python_is_refused(start, tmp_path, monkeypatch, other):
+@pytest.mark.parametrize("foreign", [{"capability": "8.0"}, {"python": "3.11"}])
+def test_a_bundle_for_another_gpu_or_python_is_refused(start, tmp_path, monkeypatch, foreign):
     monkeypatch.setattr(run, "has_vllm", lambda: False)
     (tmp_path / "no bundle").mkdir()
     start()
     with pytest.raises(SystemExit, match="is for Python 3.12 and compute capability 9.0, not .*: install vLLM"):
-        start(MACHINE | other)
+        start(MACHINE | foreign)
 
 
 def test_where_vllm_is_installed_the_bundle_is_not_used(start, tmp_path, capsys):

@@ -1,7 +1,5 @@
 """`kvpop bench plot` puts the newest measurement, and no other, into the table, and it and the answers into the figure."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`benchmarks/policy_table.py` at tiny sizes: one row per policy and budget, reused for the same commit."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -129,10 +127,10 @@ def test_rows_are_taken_over_from_the_same_commit_only(bench, monkeypatch):
         again = bench(*words)
         assert again[:3] == (0, rows, times)
         assert table_of(again[3]) == table_of(output) == table_of(bench("--table", "--budget", "128")[3])
-    for commit, parts, more in (("abc+", ["quality"], 0), ("def", ["quality", "steps"], 2), ("ghi", ["quality"], 0)):
+    for commit, names, new in (("abc+", ["quality"], 0), ("def", ["quality", "steps"], 2), ("ghi", ["quality"], 0)):
         monkeypatch.setitem(record.KEY, "commit", commit)
-        _, after, late, output = bench(*words, "--parts", *parts)
-        assert [row["commit"] for row in after[len(rows) :]] == [commit] * 2 and len(late) == len(times) + more
+        _, after, late, output = bench(*words, "--parts", *names)
+        assert [row["commit"] for row in after[len(rows) :]] == [commit] * 2 and len(late) == len(times) + new
         assert ("no row can be taken over" in output.out) == commit.endswith("+")
         rows, times = after, late
     for chosen, commits in {"abc": "abc", "def abc": "def", "ghi def": "ghi, def", "ghi": "ghi"}.items():
@@ -160,19 +158,19 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, monk
         return out.mul_(0.5), lse
 
     monkeypatch.setattr("kvpop_vllm.kernels.ops.prefill_chunk", wrong)
-    for parts in (["quality", "steps"], ["steps"]):
-        status, rows, times, output = bench("--budget", "128", "--policies", "tova", "--parts", *parts)
+    for measured in (["quality", "steps"], ["steps"]):
+        status, rows, times, output = bench("--budget", "128", "--policies", "tova", "--parts", *measured)
         assert status == 1 and {row["policy"] for row in (*rows, *times)} == {"dense"}
         assert "tova, B = 128: output check failed" in output.out and "| 128 |" not in output.out
 
 
 def test_scorers_of_one_name_are_told_apart(folder, tmp_path):
     """Scorers in folders of one name differ by their contents, so rows of one never stand for another."""
-    name, other = policy_table.fingerprint(folder / "scorer"), tmp_path / "scorer"
-    shutil.copytree(folder / "scorer", other)
-    assert policy_table.fingerprint(other) == name
-    write_random_scorer(other, folder / "model", sinks=4, window=16, topk=80, seed=5)
-    assert policy_table.fingerprint(other) != name
+    name, changed_scorer = policy_table.fingerprint(folder / "scorer"), tmp_path / "scorer"
+    shutil.copytree(folder / "scorer", changed_scorer)
+    assert policy_table.fingerprint(changed_scorer) == name
+    write_random_scorer(changed_scorer, folder / "model", sinks=4, window=16, topk=80, seed=5)
+    assert policy_table.fingerprint(changed_scorer) != name
     calibration = tmp_path / "calibration"
     calibration.mkdir()
     names = []
@@ -225,7 +223,7 @@ def test_timed_steps_are_real_ones(name):
         torch.testing.assert_close(decoded, expected, rtol=0, atol=2e-5)
 
 
-def test_policies_with_a_calibration_stand_beside_equal_shares(bench, folder, tmp_path):
+def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, tmp_path):
     shape = ModelShape.of(folder / "model", 700)
     sizes = {name: getattr(shape, name) for name in SIZES} | {"rope": shape.rope}
     shares = tuple((0.5 + layer,) * shape.num_kv_heads for layer in range(shape.num_layers))

@@ -1,7 +1,5 @@
 """Canonical and allocated bytes of a request and of a pool, counted by hand."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.accounting import CacheBytes, PoolBytes, dense_request_bytes, pool_bytes, request_bytes

@@ -1,7 +1,5 @@
 """Tokens and blocks of requests with protected prompts, compared with plain counts."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -10,7 +8,6 @@ import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 from policies.matrix import SHARES
-from threads import one_thread
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import request_bytes
@@ -24,13 +21,9 @@ from kvpop_vllm.roles import Retention
 from kvpop_vllm.rules.retained import held_tokens
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 HEADS, SIZE = 2, 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold=False):
@@ -219,7 +212,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
     """
     spec = make_spec(budget, 2, 16, 1, True)
     spec = dataclasses.replace(spec, compression=PromptVotes(2, safe=0.2 if adaptive else None))
-    more = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
+    extra = {40: 0, 64: 1}[budget] if adaptive else 0  # two heads of 80 slots fill at most 6 blocks, of 128 at most 9
     for prompt in (20, 40, 64, 65, 100):
         for length in range(1, 130):
             prompt_blocks, slots = -(-prompt // 16), min(length, budget)
@@ -229,7 +222,7 @@ def test_blocks_of_prompts_that_vote(budget, adaptive):
                 expected = prompt_blocks + 1
             else:
                 expected = (
-                    prompt_blocks + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-slots // 16))
+                    prompt_blocks + 1 + (-(-budget // 16) + extra if prompt > budget and adaptive else -(-slots // 16))
                 )
             assert spec.blocks(length, spec.slots(prompt)) == expected, (prompt, length)
 

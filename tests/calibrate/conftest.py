@@ -1,7 +1,5 @@
 """Tiny models and the command line run in their folder."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -33,9 +31,9 @@ def folder(tmp_path_factory):
 def calibrated(folder, kvpop):
     """Function that returns the report of a model and the output."""
 
-    def run(kind, unit="layer", *more):
+    def run(kind, unit="layer", *options):
         out = f"{kind}-{unit}"
-        status, output, errors = kvpop("calibrate", kind, "--out", out, "--shares", unit, *WORDS, *more)
+        status, output, errors = kvpop("calibrate", kind, "--out", out, "--shares", unit, *WORDS, *options)
         assert status == 0, errors
         return json.loads(Path(out, "report.json").read_text()), output, errors
 

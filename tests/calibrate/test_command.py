@@ -1,7 +1,5 @@
 """`kvpop calibrate` on tiny models, and the serving of what it finds."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

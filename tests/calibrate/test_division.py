@@ -1,7 +1,5 @@
 """Slots go where they are worth most."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """The improvement of a table of shares, with losses that are known."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Calibrations of models whose layers are of several kinds are for those with full attention, and are served there."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

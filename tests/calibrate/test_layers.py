@@ -1,7 +1,5 @@
 """Losses of layers and heads equal those of attention with masks, computed naively in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """Measurements survive interruptions, and are not taken for those of other settings."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpop_vllm.calibrate.records import NAME, Records

@@ -1,7 +1,5 @@
 """Rows that are measured and rows that judge share no document."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

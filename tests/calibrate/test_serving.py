@@ -1,7 +1,5 @@
 """A calibration is served: by the engine as by the cache of transformers, and by the command as printed."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import urllib.request

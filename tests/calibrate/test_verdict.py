@@ -1,7 +1,5 @@
 """Shares are kept where rows of other documents are better, and at no budget notably worse."""
 
-from __future__ import annotations
-
 import pytest
 
 from kvpop_vllm.calibrate.stages import is_better

@@ -10,12 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kvpop_vllm.compaction.base_model import base_of, check_base
 from kvpop_vllm.compaction.cartridge import (
     CONFIG_NAME,
     TENSORS_NAME,
     CartridgeConfig,
-    base_of,
-    check_base,
     read_cartridge,
     read_config,
     write_cartridge,
@@ -65,15 +64,15 @@ def test_round_trip(tmp_path, config, dtype, bias):
     write_cartridge(tmp_path / "new" / "cartridge", config, layers)
     cartridge = read_cartridge(tmp_path / "new" / "cartridge")
     assert cartridge.config == config == read_config(tmp_path / "new" / "cartridge")
-    for layer, other in zip(cartridge.layers, layers, strict=True):
-        for a, b in zip(layer, other, strict=True):
+    for layer, original in zip(cartridge.layers, layers, strict=True):
+        for a, b in zip(layer, original, strict=True):
             assert (a is None and b is None) or (a.dtype == b.dtype and torch.equal(a, b))
 
 
 def test_digest_follows_both_files(tmp_path, config):
     digests = []
-    other = dataclasses.replace(config, provenance={})
-    for name, content, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", other, 0)):
+    without_provenance = dataclasses.replace(config, provenance={})
+    for name, content, seed in (("a", config, 0), ("b", config, 0), ("c", config, 1), ("d", without_provenance, 0)):
         write_cartridge(tmp_path / name, content, layers_of(seed=seed))
         digests.append(read_cartridge(tmp_path / name).digest)
     assert digests[0] == digests[1] and len(set(digests)) == 3
@@ -197,7 +196,7 @@ REFUSALS = {
     "pickle as tensors": (raw_tensors(pickle.dumps({})), "it is a pickle, convert it with 'kvpop import'"),
     "zip as tensors": (raw_tensors(b"PK\x03\x04" + bytes(20)), "it is a pickle"),
     "pickle in the folder": (pickled_instead, "cache.pt is a pickle.*kvpop import"),
-    "pickle beside the config": (pickled_tensors, "weights.bin is a pickle.*kvpop import"),
+    "pickle next to the config": (pickled_tensors, "weights.bin is a pickle.*kvpop import"),
 }
 """Damage of a folder, and what the error says."""
 

@@ -282,9 +282,9 @@ def test_no_template_no_message(corpus, tmp_path, capsys):
 
 
 def test_dynamic_rotation_is_refused(model, corpus, tmp_path, capsys):
-    other = write_tiny_model(tmp_path / "model", vocab=258)
-    raw = json.loads((other / "config.json").read_text())
+    wider_model = write_tiny_model(tmp_path / "model", vocab=258)
+    raw = json.loads((wider_model / "config.json").read_text())
     raw["rope_parameters"] = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
-    (other / "config.json").write_text(json.dumps(raw))
-    assert main(["compact", str(other), "--data", str(corpus), "--out", str(tmp_path / "c")]) == 2
+    (wider_model / "config.json").write_text(json.dumps(raw))
+    assert main(["compact", str(wider_model), "--data", str(corpus), "--out", str(tmp_path / "c")]) == 2
     assert "'dynamic' change with the length" in capsys.readouterr().err

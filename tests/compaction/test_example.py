@@ -1,7 +1,5 @@
 """`examples/cartridge.sh` goes from a text to an answer, with the demo model."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction.cartridge import base_of, read_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.published import layers_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing.models import write_tiny_model

@@ -1,7 +1,5 @@
 """The compactor of `examples/compactors` on text that it was not trained on: pieces of Hamlet."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -398,10 +398,10 @@ def test_refusals(model, corpus, texts, trained, tmp_path, capsys):
 
 
 def test_other_base_and_long_corpora_are_refused(model, corpus, trained, tmp_path, capsys):
-    other = shutil.copytree(model, tmp_path / "other")
-    weights = load_file(other / "model.safetensors")
-    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors", {"format": "pt"})
-    compact(other, corpus, tmp_path / "c", "--compactor", trained, code=2)
+    copied = shutil.copytree(model, tmp_path / "other")
+    weights = load_file(copied / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, copied / "model.safetensors", {"format": "pt"})
+    compact(copied, corpus, tmp_path / "c", "--compactor", trained, code=2)
     assert "was made for other weights" in capsys.readouterr().err
     long = tmp_path / "long.txt"
     long.write_text("a" * 4096)

@@ -73,13 +73,13 @@ def test_sparse_teacher_by_hand():
     conversation = Conversation(
         [0, 1], "use", "?", [1], [4, 9], [[7, 4], [5, 6, 9]], [[half, quarter], [quarter, quarter, half]]
     )
-    ids, chances, rest = sparse_teacher(conversation)
+    ids, chances, unlisted_chance = sparse_teacher(conversation)
     assert ids.tolist() == [[7, 4, 7], [5, 6, 9]]
     torch.testing.assert_close(chances, torch.tensor([[0.5, 0.25, 0], [0.25, 0.25, 0.5]]))
-    torch.testing.assert_close(rest, torch.tensor([0.25, 0.0]), rtol=0, atol=1e-6)
+    torch.testing.assert_close(unlisted_chance, torch.tensor([0.25, 0.0]), rtol=0, atol=1e-6)
 
 
-def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corpus, finished):
+def test_stored_candidates_are_those_of_the_teacher_after_the_chunk(model, corpus, finished):
     """Each position has the TOP most likely tokens, and the sampled one even if it is none of them."""
     text, outside = list(corpus.read_bytes()), 0
     rows = read_conversations(finished / "run" / "conversations.jsonl")
@@ -104,7 +104,7 @@ def test_stored_candidates_are_those_of_the_teacher_behind_the_chunk(model, corp
     assert outside
 
 
-def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, finished, base):
+def test_loss_is_that_of_transformers_after_the_slots(model, corpus, finished, base):
     """Conversations in one pack see the cache and themselves alone, and positions go on at P."""
     pack = read_conversations(finished / "run" / "conversations.jsonl")[:3]
     layers = read_corpus(base, list(corpus.read_bytes())[:SLOTS])
@@ -118,9 +118,9 @@ def test_loss_is_that_of_transformers_behind_the_slots(model, corpus, finished, 
         for token_logp, ids, values in zip(logp, conversation.top, conversation.logp, strict=True):
             chances = torch.tensor(values).exp()
             unlisted = torch.ones(len(token_logp), dtype=torch.bool).index_fill(0, torch.tensor(ids), False)
-            rest, found_rest = 1 - chances.sum(), token_logp[unlisted].exp().sum()
-            expected -= float((chances * token_logp[ids]).sum() + rest * found_rest.log())
-            surprise -= float((chances * chances.log()).sum() + rest * rest.log())
+            unlisted_chance, found_rest = 1 - chances.sum(), token_logp[unlisted].exp().sum()
+            expected -= float((chances * token_logp[ids]).sum() + unlisted_chance * found_rest.log())
+            surprise -= float((chances * chances.log()).sum() + unlisted_chance * unlisted_chance.log())
     assert float(total) == pytest.approx(expected, rel=1e-4) and entropy == pytest.approx(surprise, rel=1e-4)
     sizes = [len(conversation.prompt) + len(conversation.answer) for conversation in pack]
     assert list(map(len, packs(pack, sizes[0] + sizes[1]))) == [2, 1] and list(map(len, packs(pack, 1))) == [1, 1, 1]
@@ -148,7 +148,7 @@ def first_slots(base, corpus) -> list:
     return [(k, v, None) for k, v in read_corpus(base, list(corpus.read_bytes())[:SLOTS])]
 
 
-def test_only_slots_behind_the_first_are_trained(corpus, finished, base, tmp_path):
+def test_only_slots_after_the_first_are_trained(corpus, finished, base, tmp_path):
     start = first_slots(base, corpus)
     rows = read_conversations(finished / "run" / "conversations.jsonl")[:4]
     cache = TrainedCache(start)
@@ -217,9 +217,9 @@ def test_written_folder(model, corpus, finished, capsys):
 
 def test_without_training_it_is_its_start(model, corpus, tmp_path):
     """The start is the first tokens, of the corpus or of another text."""
-    other = tmp_path / "other.txt"
-    other.write_text(corpus.read_text()[::-1])
-    for data, options in ((corpus, []), (other, ["--init", str(other)])):
+    other_text = tmp_path / "other.txt"
+    other_text.write_text(corpus.read_text()[::-1])
+    for data, options in ((corpus, []), (other_text, ["--init", str(other_text)])):
         out = tmp_path / f"c{len(options)}"
         compact(model, corpus, out, "--steps", "0", *options)
         first = tmp_path / f"f{len(options)}"
@@ -238,8 +238,8 @@ def test_it_starts_from_another_cartridge(model, corpus, tmp_path):
     before, length = read_cartridge(tmp_path / "am"), len(b"<user>" + corpus.read_bytes() + b"\n\n")
     assert before.config.next_position == length
     for steps in ("0", "2"):
-        more = ["--conversations", "4", "--batch", "2", "--steps", steps, "--init", str(tmp_path / "am")]
-        compact(model, corpus, tmp_path / steps, *more)
+        options = ["--conversations", "4", "--batch", "2", "--steps", steps, "--init", str(tmp_path / "am")]
+        compact(model, corpus, tmp_path / steps, *options)
         cartridge = read_cartridge(tmp_path / steps)
         assert cartridge.config.next_position == SLOTS
         for (k, v, bias), (own_k, own_v, own_bias) in zip(before.layers, cartridge.layers, strict=True):

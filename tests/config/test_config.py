@@ -28,8 +28,8 @@ def test_every_setting_has_a_flag():
 
 def test_other_keys_are_other_peoples():
     check_spelling({"kv_policy": 3, "policy": 1, "kv_cache": 2, "kv_policy_log_folder": 3, 4: 5})
-    for other in ({"compression": 2, "budget": 3, "kv_store": 4}, None, "x"):
-        check_spelling(other)
+    for wrong_settings in ({"compression": 2, "budget": 3, "kv_store": 4}, None, "x"):
+        check_spelling(wrong_settings)
 
 
 def test_what_may_be_protected():

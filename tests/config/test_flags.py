@@ -1,7 +1,5 @@
 """One table of settings, and everything that is made of it."""
 
-from __future__ import annotations
-
 import inspect
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scorer folders of gates (TRIM-KV, DMS, KVzap): round trips, and the scores of a gate."""
 
-from __future__ import annotations
-
 import math
 from contextlib import nullcontext
 

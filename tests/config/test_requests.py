@@ -1,7 +1,5 @@
 """Options of a request: the server's bounds and the resolved values, without an engine."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

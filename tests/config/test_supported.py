@@ -1,7 +1,5 @@
 """The table of what is served and refused, and the documents and files that say the same."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.compaction.cartridge import check_attention
+from kvpop_vllm.compaction.base_model import check_attention
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.supported import (
@@ -123,9 +121,9 @@ def test_attention_sinks_are_refused_by_compaction_alone(config):
 @pytest.mark.parametrize("name", ["layer_types", "layers_block_type"])
 def test_layers_of_kinds_that_are_not_served(name):
     """The feature is named once, whether it is seen in the kinds of layers, in the window or in both."""
-    other, full = REFUSED["recurrent"].feature, {name: ["full_attention", "attention", "sliding_attention"]}
+    recurrent, full = REFUSED["recurrent"].feature, {name: ["full_attention", "attention", "sliding_attention"]}
     assert unserved(SimpleNamespace(**full, sliding_window=64), {}, 64) == []
-    assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [other]
+    assert unserved(SimpleNamespace(**{name: ["full_attention", "mamba"]}, sliding_window=64), {}, 100) == [recurrent]
     assert unserved(SimpleNamespace(**{name: ["attention"]}), {"MLA": True}, 64) == [REFUSED["MLA"].feature]
 
 

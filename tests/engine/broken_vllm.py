@@ -1,7 +1,5 @@
 """Copies of vLLM in which something is another, and runs of engines and of ``vllm serve`` on them."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 FOLDER is the ``vllm`` of another version.
 """
 
-from __future__ import annotations
-
 import inspect
 import sys
 from pathlib import Path

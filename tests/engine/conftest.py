@@ -4,8 +4,6 @@ vLLM is imported inside the fixtures, because the process that distributes tests
 file.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 
@@ -52,3 +50,17 @@ def family(tmp_path_factory):
         return str(folder), KindsOracle(folder)
 
     return make
+
+
+@pytest.fixture
+def asynchronous(monkeypatch):
+    """Leave asynchronous scheduling on, which vLLM switches off on a CPU although its runner there can do it."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def update_and_leave_on(cls, config):
+        update(cls, config)
+        config.scheduler_config.async_scheduling = True
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))

@@ -1,7 +1,5 @@
 """Parts of an engine on a pretended GPU: configs, layers, a metadata builder, and the engine core's cache config."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock

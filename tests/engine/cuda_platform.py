@@ -4,8 +4,6 @@ Only queries of the device itself are replaced. Configs, backends, runners and g
 and tensors stay in CPU memory.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

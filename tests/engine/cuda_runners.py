@@ -4,8 +4,6 @@ Their own code runs from a scheduler's output to the metadata of a step. Tensors
 Triton's interpreter runs the kernels.
 """
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from unittest import mock
@@ -87,7 +85,7 @@ class Runner:
             counts: tokens of each request in this step.
             lengths: length of each request after this step.
             rows: blocks of each request.
-            prompts: prompt tokens of each request; None if all tokens are prompt.
+            prompts: prompt tokens of each request, None if all tokens are prompt.
             asks: resolved cache options of each request, or None.
             drafts: drafts among the tokens of each request, or None.
         """

@@ -1,7 +1,5 @@
 """Tiny models that draft: an EAGLE3 head in a folder of its own, and layers of multi-token prediction in a target's."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -75,9 +73,9 @@ def right_drafts(runner, texts: Iterable[list[int]], counts: Iterator[int]) -> I
         for i, sampled in enumerate(sampled_token_ids.tolist()):
             before = batch.token_ids_cpu[i, : batch.num_tokens_no_spec[i]].tolist()
             tokens = [*before, *(token for token in sampled if token >= 0)]
-            rest = next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
-            right = next(counts) if rest else 0
-            for j, token in enumerate(rest):
+            continuation = next((text[len(tokens) :] for text in texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
+            right = next(counts) if continuation else 0
+            for j, token in enumerate(continuation):
                 drafts[i, j] = token if j < right else (token + 1) % 256
         return drafts
 

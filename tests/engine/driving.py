@@ -1,7 +1,5 @@
 """Named requests stepped by hand, and engines with a recorder."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

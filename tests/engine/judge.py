@@ -1,7 +1,5 @@
 """Comparison of an engine's run with the naive oracle on the engine's tokens (DESIGN "The rule")."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

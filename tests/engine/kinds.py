@@ -1,7 +1,5 @@
 """Engines on models with layers of several kinds, compared with the oracle of kinds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Models and policies on which the engine is compared with the oracle: small budgets, blocks of 16 slots."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Llama whose last layers bring vLLM's attention backend instead of the one that is chosen, as MiniMax M3's sparse layers do."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from vllm.model_executor.layers.attention import Attention

@@ -1,7 +1,5 @@
 """Proposer of drafts, a given number of which are right: vLLM's ``custom_class``."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -37,9 +35,9 @@ class ForcedDrafts:
         ]
 
     def _draft(self, tokens: list[int]) -> list[int]:
-        rest = next((text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
-        right = next(self.counts) if rest else 0
-        return [token if i < right else (token + 1) % 256 for i, token in enumerate(rest)]
+        drafts = next((text[len(tokens) :] for text in self.texts if text[: len(tokens)] == tokens), [])[:DRAFTS]
+        right = next(self.counts) if drafts else 0
+        return [token if i < right else (token + 1) % 256 for i, token in enumerate(drafts)]
 
 
 class DrawnDrafts(ForcedDrafts):

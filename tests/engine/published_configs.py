@@ -4,8 +4,6 @@ Names of architectures that vLLM 0.32 has dropped, or whose classes need torchvi
 reads a shape from the model type and the other keys.
 """
 
-from __future__ import annotations
-
 CONFIGS = {
     "falcon-7b": dict(
         architectures=["FalconForCausalLM"],

@@ -1,7 +1,5 @@
 """A stock engine in its own process; test_inert runs this with ``-m`` and reads the report it writes."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import sys
@@ -36,10 +34,10 @@ def functions_of_ours_in_vllm() -> list[str]:
     return sorted(functions)
 
 
-def main(out: str, model: str, *more: str) -> None:
+def main(out: str, model: str, *words: str) -> None:
     """Write greedy outputs of models, the backend's name, imported modules, wrapped functions of vLLM and metrics as JSON."""
     outputs = []
-    for folder in more:
+    for folder in words:
         dtype = json.loads((Path(folder) / "config.json").read_text())["dtype"]
         options = {"dtype": dtype, "enable_prefix_caching": False}  # vLLM has none of Mamba2 layers on a CPU
         with running(folder, None, **options) as llm:

@@ -1,7 +1,5 @@
 """An engine under `attention-matching` equals a `KVpopCache`, which tests/policies compares with the naive fit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.driving import BLOCK, Job, preempt_all, watched

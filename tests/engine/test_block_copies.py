@@ -1,7 +1,5 @@
 """Copies of blocks in words give the bytes of vLLM's copies."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from vllm.v1.worker import utils

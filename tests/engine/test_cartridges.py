@@ -1,7 +1,5 @@
 """Requests that begin with cartridges equal the oracle: dense attention over the cartridges' slots and their own tokens."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from dataclasses import replace
@@ -19,7 +17,8 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMNotFoundError, VLLMValidationError
 from vllm.renderers import ChatParams
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.prompt_place import place_of
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.compaction.run import load
@@ -60,15 +59,15 @@ def unrotated(root):
     has their tokens where they stand.
     """
     folder, past = write_smollm3(root / "model"), DynamicCache()
-    model, parts, folders = load(str(folder), "float32"), [], []
+    model, tensors, folders = load(str(folder), "float32"), [], []
     for i, first in enumerate((100, 37)):
         tokens, name = random_prompt(64, seed=i), root / f"c{i}"
         layers = [(k, v, None) for k, v in read_corpus(model, tokens, first)]
         sizes = {"slots": 64, "next_position": first + 64, "method": "text", "provenance": {}}
         write_cartridge(name, CartridgeConfig(**base_of(folder), **sizes), layers)
         folders.append(str(name))
-        parts.append(read_corpus(model, tokens, 64 * i))
-    for i, pair in enumerate(zip(*parts, strict=True)):
+        tensors.append(read_corpus(model, tokens, 64 * i))
+    for i, pair in enumerate(zip(*tensors, strict=True)):
         past.update(*(torch.cat(same, 1).unsqueeze(0) for same in zip(*pair, strict=True)), i)
     return str(folder), folders, AutoModelForCausalLM.from_pretrained(folder).eval(), past
 
@@ -87,15 +86,15 @@ class CartridgeJudge(Judge):
     def __init__(self, case, folders: list[str], protect: bool | int):
         super().__init__(case.model, case.judge.policy, protect=protect)
         self.rope = self.models[0].config
-        parts, offset = [], 0
+        pieces, offset = [], 0
         for folder in folders:
             config, layers, _ = read_cartridge(folder)
             shift = offset + config.slots - config.next_position
-            parts.append([self._placed(*layer, shift) for layer in layers])
+            pieces.append([self._placed(*layer, shift) for layer in layers])
             offset += config.slots
         self.slots = offset
         self.cartridge = [
-            tuple(torch.cat(tensors, 1) for tensors in zip(*layer, strict=True)) for layer in zip(*parts, strict=True)
+            tuple(torch.cat(tensors, 1) for tensors in zip(*layer, strict=True)) for layer in zip(*pieces, strict=True)
         ]
 
     def _placed(self, k, v, bias, shift):
@@ -199,8 +198,8 @@ def nothing_is_left(request):
         assert not cartridges.copies
 
 
-def named(*names: str, **more) -> dict:
-    return {"kv_cartridges": list(names)} | more
+def named(*names: str, **options) -> dict:
+    return {"kv_cartridges": list(names)} | options
 
 
 def test_one_cartridge(served):
@@ -229,9 +228,9 @@ def test_what_a_cartridge_holds_of_a_prompt_is_left_out(served, monkeypatch):
         Job(prompt=tokens, new=30, asks=named("plain", "biased")),
     ]
     answers = served.serve(jobs)
-    for one, other in ((0, 1), (2, 3)):
-        assert answers[one].prompt_token_ids == answers[other].prompt_token_ids
-        assert answers[one].outputs[0].token_ids == answers[other].outputs[0].token_ids
+    for left, right in ((0, 1), (2, 3)):
+        assert answers[left].prompt_token_ids == answers[right].prompt_token_ids
+        assert answers[left].outputs[0].token_ids == answers[right].outputs[0].token_ids
     for prompt, asks, text in (
         (tokens, headed, "'biased headed' stands in the first message of a chat: begin with a message of the user"),
         ([*head], headed, "the prompt ends where the cartridge begins"),
@@ -356,7 +355,7 @@ def test_a_request_that_waits_holds_no_copies(served):
         manager.requests.pop(name)
 
 
-def test_prefixes_behind_a_cartridge_are_shared(served):
+def test_prefixes_after_a_cartridge_are_shared(served):
     """The prefix cache tells cartridges apart, and shares protected prompts after the same ones, and no others."""
     text = random_prompt(100, seed=3)
     jobs = [Job(prompt=text, new=4, asks=named(*names)) for names in (("plain",), ("later",), ("biased",))]
@@ -420,7 +419,7 @@ def test_cartridges_that_cannot_be_served(tiny_model, tmp_path, changes, setting
     assert "\n" not in str(caught.value)
 
 
-def test_without_a_policy_everything_behind_a_cartridge_is_kept(tiny_model, tmp_path):
+def test_without_a_policy_everything_after_a_cartridge_is_kept(tiny_model, tmp_path):
     folder = write(tmp_path / "c", tiny_model("qwen3"), "plain")
     config = configure(tiny_model("qwen3"), {"cartridge": [f"a={folder}"]})
     policy = engine_policy(config)
@@ -465,7 +464,7 @@ def inputs(request, tmp_path_factory):
     renderer.shutdown()
 
 
-def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
+def test_prompts_after_a_cartridge_in_front_are_the_fits(inputs):
     """Texts and chats have no BOS there, in engines and in servers; ids that a client gave stay as they are."""
     tokenizer, renderer, served = inputs
     place, text = place_of(tokenizer, "front"), "\n\nWhat?\n\n"
@@ -473,7 +472,7 @@ def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
     slots = SLOTS["plain"]
     echoed = renderer.default_cmpl_tok_params.with_kwargs(needs_detokenization=True)
 
-    def behind(prompt):
+    def after(prompt):
         ids = served(prompt, **named("a"))
         assert len(set(ids[: slots + 1])) == 1
         return ids[slots:]
@@ -482,14 +481,14 @@ def test_prompts_behind_a_cartridge_in_front_are_the_fits(inputs):
         (engine_input,) = renderer.render_cmpl([prompt], params)
         return engine_input
 
-    assert behind(completed({"prompt": text})) == behind(completed({"prompt": text}, echoed)) == fit
-    assert behind(completed({"prompt": f"<bos>{text}"})) == [BOS, *fit]  # the client's own
+    assert after(completed({"prompt": text})) == after(completed({"prompt": text}, echoed)) == fit
+    assert after(completed({"prompt": f"<bos>{text}"})) == [BOS, *fit]  # the client's own
     assert served(completed({"prompt": text})) == [BOS, *fit]  # without a cartridge
     for ids in ([BOS, *fit], fit, [BOS, BOS, *fit]):
         for params in (None, echoed):
-            assert behind(completed({"prompt_token_ids": ids}, params)) == ids
+            assert after(completed({"prompt_token_ids": ids}, params)) == ids
     chat = ChatParams(chat_template_kwargs={"add_generation_prompt": True, "tokenize": False})
     messages = [{"role": "user", "content": "What?"}]
     rendered = [renderer.render_chat([messages], chat), asyncio.run(renderer.render_chat_async([messages], chat))]
     for _, (engine_input,) in rendered:
-        assert list(b"\n\n") + behind(engine_input) == place.asking("What?")
+        assert list(b"\n\n") + after(engine_input) == place.asking("What?")

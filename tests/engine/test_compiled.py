@@ -1,7 +1,5 @@
 """Compiled models, vLLM's default, keep the same tokens as eager ones, and later starts load what was compiled."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,8 +54,8 @@ def compiling(counts: tuple[int, int]) -> Iterator[None]:
 def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
     """Compiled and eager runs equal the oracle, and other weights load the compiled model."""
     model = str(write_tiny_model(folder / "llama", "llama", layers=2))
-    case, other = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
-    for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other, False, (0, 1))):
+    case, other_case = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
+    for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other_case, False, (0, 1))):
         check(judged, eager, counts)
 
 
@@ -88,7 +86,7 @@ def test_the_shim_is_still_needed():
     assert not hasattr(BundledAOTAutogradSerializableCallable, "finalize_loading")
 
 
-def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeypatch):
+def test_gates_of_another_make_are_compiled_again(folder, compiler_cache, monkeypatch):
     from vllm.compilation import caching
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models import registry

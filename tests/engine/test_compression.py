@@ -1,7 +1,5 @@
 """Prompts that are held until their end and then compressed, in ways that test_fidelity.py leaves out."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, VOTERS, Job, serving
 

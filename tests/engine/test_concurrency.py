@@ -1,7 +1,5 @@
 """vLLM's reported concurrency of a pool agrees with the accounting of bytes."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -3,8 +3,6 @@
 For a version that is not installed: ``python -m tests.engine.compare_vllm FOLDER``.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import multiprocessing
@@ -80,8 +78,8 @@ def test_a_name_that_moved_is_in_either_module(tmp_path):
     relied = {(module, "get_kv_cache_groups") for module in contract.MOVED}
     assert relied <= set(contract.imported_names())
     (place,) = (module for module, name in relied if contract.defines(VLLM, module, name))
-    (other,) = {*contract.MOVED} - {place}
-    file, moved = (f"{module.removeprefix('vllm.').replace('.', '/')}.py" for module in (place, other))
+    (other_place,) = {*contract.MOVED} - {place}
+    file, moved = (f"{module.removeprefix('vllm.').replace('.', '/')}.py" for module in (place, other_place))
     folder = copy(tmp_path, {file: ("get_kv_cache_groups", "get_groups_of_layers")}) / "vllm"
     assert contract.missing_names(VLLM) == []
     assert contract.missing_names(folder) == sorted(f"{module}.{name}" for module, name in relied)

@@ -1,7 +1,5 @@
 """vLLM's numbers of requests are copied to their drafts on a CPU, whatever their type."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

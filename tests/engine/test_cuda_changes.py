@@ -1,7 +1,5 @@
 """Changes of the package to vLLM on a GPU; the first tests of their process, before any engine has a policy."""
 
-from __future__ import annotations
-
 from engine.cuda_engine import configure, group_of
 from engine.vllm_changes import changed, load, state
 

@@ -1,7 +1,5 @@
 """vLLM's own classes with the GPU backend. The kernels are tested in test_cuda_interpreted.py."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import json
@@ -497,5 +495,5 @@ def test_gates_end_a_piece_of_the_compiled_graph(model, gate):
     node = SimpleNamespace(op="call_function", target=op)
     gated = configure(model, {"policy": "trimkv", "scorer": gate}).compilation_config
     assert should_split(node, gated.splitting_ops) and gated.splitting_ops_contain_attention()
-    for other in (configure(model), configure(model, None)):
-        assert not should_split(node, other.compilation_config.splitting_ops)
+    for config in (configure(model), configure(model, None)):
+        assert not should_split(node, config.compilation_config.splitting_ops)

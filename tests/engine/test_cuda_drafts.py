@@ -4,8 +4,6 @@ Both model runners build the metadata, a recorded call stands for the CUDA graph
 kernels.
 """
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -127,12 +125,12 @@ class Speculating:
         before = {name: self.requests.lengths.get(name, 0) for name in names}
         place = [self.requests.step(**{name: counts[name]}) for name in names]
         columns = [[row[i][0] for row in place] for i in range(3)]
-        texts, parts = [self.text(name) for name in names], []
+        texts, outputs = [self.text(name) for name in names], []
         for name, text in zip(names, texts, strict=True):
             c, (number, right) = before[name], rows[name]
             right = [x[:, c : c + 1 + right] for x in text]
             wrong = self.layers.tokens(number - rows[name][1]) if number else [x[:, :0] for x in text]
-            parts.append([torch.cat(pair, 1) for pair in zip(right, wrong, strict=True)])
+            outputs.append([torch.cat(pair, 1) for pair in zip(right, wrong, strict=True)])
             self.requests.lengths[name] = c + 1 + rows[name][1]
         prompts = self.requests.prompts and [self.requests.prompts[name] for name in names]
         asks = [self.requests.asks.get(name) for name in names]
@@ -140,7 +138,7 @@ class Speculating:
         metadata = self.runner.step(*columns, prompts, asks, numbers)
         if any(numbers):  # both runners say which tokens are drafts
             assert self.layers.group.get_metadata_builder().drafts == numbers
-        q, k, v = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+        q, k, v = (torch.cat(x, 1) for x in zip(*outputs, strict=True))
         n = q.shape[1]
         if graph:
             assert set(counts.values()) == {1 + DRAFTS}

@@ -3,8 +3,6 @@
 The builder's persistent tensors, the layer's forward and the kernels are tested.
 """
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 
@@ -16,6 +14,7 @@ from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention.layer import FixedBudgetAttention
 from kvpop_vllm.attention.profile_run import worst_case_batches
+from kvpop_vllm.cache.divided_heads import SharesByVotes
 from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
 from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels import ops
@@ -74,17 +73,21 @@ class Layers:
 
     def expected(self, q, k, v, counts, lengths, rows, slots):
         """Return the outputs of the CPU's path with the reference kernels."""
-        out = torch.empty_like(q)
+        out, policy = torch.empty_like(q), self.group.backend.policy
+        table = torch.zeros(len(counts), 32, dtype=torch.int32)
+        for row, blocks in zip(table, rows, strict=True):
+            row[: len(blocks)] = torch.tensor(blocks)
+        after = policy.compression and list(map(policy.compression.after, slots))
         for i, impl in enumerate(self.impls):
             layout, shares = impl.attention.layout, EqualHeads(HEADS)
             pages = blocks_of = layout.view(self.cpu[i])
-            if impl.shares is not None:
+            if policy.adaptive_head_budgets:
+                shares = SharesByVotes(blocks_of, policy.compression, policy.retention.budget)
+                pages = shares.pages
+            elif impl.shares is not None:
                 shares = cached_region_shares(impl.shares, layout, BLOCKS)
                 pages = shares.view(self.cpu.view(-1))
-            table = torch.zeros(len(counts), 32, dtype=torch.int32)
-            for row, blocks in zip(table, rows, strict=True):
-                row[: len(blocks)] = torch.tensor(blocks)
-            step = plan_batch(layout, slots, counts, lengths, table).batch(shares, i)
+            step = plan_batch(layout, slots, counts, lengths, table, after).batch(shares, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference", impl.sinks)
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
@@ -96,8 +99,8 @@ class Layers:
         """
         pools = [pool[:, 1:] for pool in (self.gpu, self.cpu)]  # without the null block
         bits = [pool.view(torch.int32) for pool in pools]
-        other = bits[0] != bits[1]
-        floats = [pool.view(torch.float32)[other] for pool in pools]
+        differ = bits[0] != bits[1]
+        floats = [pool.view(torch.float32)[differ] for pool in pools]
         return torch.allclose(*floats, rtol=1e-3, atol=1e-4)
 
 
@@ -107,7 +110,7 @@ class Requests:
     Attributes:
         lengths: request -> tokens so far.
         rows: request -> blocks claimed so far, taken from ``free``.
-        prompts: request -> tokens of its prompt; None if all tokens are prompt.
+        prompts: request -> tokens of its prompt, None if all tokens are prompt.
         asks: request -> sizes of its own.
     """
 
@@ -154,12 +157,12 @@ def serve(model, tmp_path, monkeypatch):
         layers = Layers(config, SINKS if name == "attention sinks" else None)
         prefill = ops.prefill_chunk
 
-        def by_interpreter(*tensors, rule, impl, **more):
+        def by_interpreter(*tensors, rule, impl, **options):
             """Run prefill by the interpreter, but sequential rules by the reference.
 
             The kernels of sequential rules are those of decode steps, which take long when interpreted.
             """
-            return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
+            return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **options)
 
         from kvpop_vllm.kernels.triton import _prefill_plan
 
@@ -316,7 +319,7 @@ def test_a_step_out_of_order_is_no_number(serve):
     before = served.layers.gpu.clone()
     served.requests.lengths["a"] += 1
     pages = served.layers.cpu.clone()
-    served.layers.expected = lambda q, *rest: q
+    served.layers.expected = lambda q, *tensors: q
     out, _ = served.step(graph=True, a=1, b=1)
     assert out[:, 0].isnan().all() and out[:, 1].isfinite().all()
     changed = (served.layers.gpu != before).any(-1).any(-1).any(-1)[0]
@@ -413,8 +416,8 @@ def profiled(model, tmp_path):
 
     def start(policy, **options):
         if policy in SCORERS:
-            more = {"shifted": True} if policy == "dms" else {}
-            scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **more)
+            scorer_options = {"shifted": True} if policy == "dms" else {}
+            scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **scorer_options)
             options = options | {"scorer": str(scorer)}
         layers = Layers(configure(model, {"policy": policy, "budget": 80} | options))
         layers.gpu.zero_()

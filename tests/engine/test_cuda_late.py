@@ -3,8 +3,6 @@
 What lies between two steps is done when the second one's metadata are built, ahead of a CUDA graph.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine import test_cuda_interpreted as interpreted
@@ -15,10 +13,6 @@ from engine.test_cuda_runners import NoWaiting, common_of
 from policies.matrix import random_statistics_folder
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpop_vllm.attention.layer import FixedBudgetAttention
-from kvpop_vllm.cache.divided_heads import SharesByVotes
-from kvpop_vllm.cache.shares import EqualHeads, cached_region_shares
-from kvpop_vllm.cache.step import plan_batch
 from kvpop_vllm.kernels.draws import signed
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import write_tiny_model
@@ -46,27 +40,6 @@ class Between(Layers):
         super().__init__(config, sinks)
         names = [f"model.layers.{layer}.self_attn.attn" for layer in range(len(self.impls))]
         self.group.get_metadata_builder().layer_names = names
-
-    def expected(self, q, k, v, counts, lengths, rows, slots):
-        """Return the outputs of the CPU's path with the reference kernels."""
-        out, policy = torch.empty_like(q), self.group.backend.policy
-        table = torch.zeros(len(counts), 32, dtype=torch.int32)
-        for row, blocks in zip(table, rows, strict=True):
-            row[: len(blocks)] = torch.tensor(blocks)
-        after = policy.compression and list(map(policy.compression.after, slots))
-        for i, impl in enumerate(self.impls):
-            layout, shares = impl.attention.layout, EqualHeads(HEADS)
-            pages = blocks_of = layout.view(self.cpu[i])
-            if policy.adaptive_head_budgets:
-                shares = SharesByVotes(blocks_of, policy.compression, policy.retention.budget)
-                pages = shares.pages
-            elif impl.shares is not None:
-                shares = cached_region_shares(impl.shares, layout, interpreted.BLOCKS)
-                pages = shares.view(self.cpu.view(-1))
-            step = plan_batch(layout, slots, counts, lengths, table, after).batch(shares, i)
-            cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference", impl.sinks)
-            cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
-        return out
 
 
 @pytest.fixture(scope="module")

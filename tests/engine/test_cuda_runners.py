@@ -3,8 +3,6 @@
 What the metadata say is compared with the CPU's in test_cuda_interpreted.py.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.cuda_engine import HEADS, LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
@@ -137,7 +135,7 @@ def test_the_warm_up_of_runner_v2(model, tmp_path, state, protect):
     assert set(positions) == ({-1, 0} if written else {-1}) and set(starts) == {0}
 
 
-def test_a_recycled_block_is_started_anew_by_a_later_step(model):
+def test_a_recycled_block_is_started_again_by_a_later_step(model):
     """Blocks of a request that ends during its next step go to another request in a later step.
 
     vLLM holds blocks back for KV connectors only. The later step runs later on the same stream and begins

@@ -1,7 +1,5 @@
 """``kvpop serve`` and ``kvpop doctor``."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -123,7 +121,7 @@ def test_doctor(capsys):
     assert report["CPU"] and report["Triton"] == "no GPU, so not used"
     assert report["C++ kernels"] == f"{_C.current_isa()} of {', '.join(_C.isa_levels())}"
     released = metadata.version("vllm").removesuffix("+cpu")
-    assert re.match(rf"loaded by vLLM {re.escape(released)}(, beside |$)", report["plugin"])
+    assert re.match(rf"loaded by vLLM {re.escape(released)}(, next to |$)", report["plugin"])
     assert report["end"] == "all right" and "policy" not in report
 
 

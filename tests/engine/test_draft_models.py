@@ -3,8 +3,6 @@
 The layers run; how many of their drafts are right, tests choose.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 
@@ -132,15 +130,15 @@ def test_a_chat_goes_on(tiny_model, tmp_path, method, protect):
     model, speculation = speculation_of(method, tiny_model, tmp_path)
     setup = make_case(model, tmp_path / "scorer", "kvpop", protect_prompt=protect)
     with serving(setup, speculative_config=speculation, enable_prefix_caching=True, **SIZES) as engine:
-        prompt, more = random_prompt(95, seed=1), random_prompt(45, seed=2)
+        prompt, question = random_prompt(95, seed=1), random_prompt(45, seed=2)
         (first,) = plain(engine, [Job(prompt=prompt, new=20, scored=False)])
         engine.engine.reset_prefix_cache()
-        (second,) = plain(engine, [Job(prompt=[*first, *more], new=20, scored=False)])
+        (second,) = plain(engine, [Job(prompt=[*first, *question], new=20, scored=False)])
         engine.engine.reset_prefix_cache()
         with right_drafts(engine.recorder.runner, [first, second], itertools.repeat(2)):
             (answer,) = engine.serve([Job(prompt=prompt, new=20, scored=False)]).values()
             before = {layer: [*steps] for layer, steps in engine.recorder.retained[engine.names["0"]].items()}
-            answers = engine.serve([Job(prompt=[*first, *more], new=20, scored=False)])
+            answers = engine.serve([Job(prompt=[*first, *question], new=20, scored=False)])
         (later,) = answers.values()
         assert whole(answer) == first and whole(later) == second
         assert later.num_cached_tokens in (len(first), len(first) - 1)

@@ -4,8 +4,6 @@ In float32, on a tiny model, log-probabilities differ by at most 2e-4 nats and g
 Divergences over the whole vocabulary agree to a thousandth.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,7 +62,7 @@ def small():
 )
 def test_both_backends_are_one(folder, source, name, options):
     model = str(folder / source)
-    backends = [one(model, torch.float32, LONGEST, requests=3) for one in (TransformersBackend, EngineBackend)]
+    backends = [record(model, torch.float32, LONGEST, requests=3) for record in (TransformersBackend, EngineBackend)]
     assert backends[0].shape == backends[1].shape
     resolved = None
     if name is not None:
@@ -107,11 +105,11 @@ def test_both_backends_are_one(folder, source, name, options):
         assert a.shape == b.shape == (LONGEST - 1, VOCABULARY)
         torch.testing.assert_close(a, b, rtol=0, atol=CLOSE)
     assert answers == engine_answers and len({*answers[0], *answers[1]}) > 4
-    for one, other in zip(compared, engine_compared, strict=True):
-        assert one["kl_by_position"] == pytest.approx(other["kl_by_position"], rel=1e-3, abs=1e-5)
-        assert one["nll"] == pytest.approx(other["nll"], rel=1e-4) and one["agreement"] == other["agreement"]
+    for record, theirs in zip(compared, engine_compared, strict=True):
+        assert record["kl_by_position"] == pytest.approx(theirs["kl_by_position"], rel=1e-3, abs=1e-5)
+        assert record["nll"] == pytest.approx(theirs["nll"], rel=1e-4) and record["agreement"] == theirs["agreement"]
         smallest = 1e-2 if source == "model" else 1e-3
-        assert (one["kl"] > smallest) == (name is not None), "the budget shows in nothing"
+        assert (record["kl"] > smallest) == (name is not None), "the budget shows in nothing"
 
 
 def eval_records(folder, source, task, backend, *options):
@@ -141,11 +139,11 @@ def test_the_command_says_the_same_with_both(folder, tmp_path, monkeypatch, capf
     ours, engines = (eval_records(folder, source, task, backend, *options) for backend in ("transformers", "vllm"))
     assert {r.pop("backend") for r in ours} == {"transformers"} and {r.pop("backend") for r in engines} == {"vllm"}
     assert [r["policy"] for r in ours] == [name for name in names for _ in range(len(ours) // len(names))]
-    for one, other in zip(ours, engines, strict=True):
-        assert one.keys() == other.keys()
-        for name in one:
+    for record, theirs in zip(ours, engines, strict=True):
+        assert record.keys() == theirs.keys()
+        for name in record:
             close = name.startswith(("kl", "nll"))
-            assert one[name] == (pytest.approx(other[name], rel=1e-3, abs=1e-5) if close else other[name]), name
+            assert record[name] == (pytest.approx(theirs[name], rel=1e-3, abs=1e-5) if close else theirs[name]), name
     if task == "replay":
         assert sorted(p.name for p in Path("report").iterdir()) == [
             "figure.png", "retained.jsonl", "retained.png", "table.md"

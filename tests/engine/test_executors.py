@@ -1,7 +1,5 @@
 """Pipeline stages, data-parallel engines and asynchronous scheduling, compared with one engine of one rank."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import re
@@ -58,22 +56,12 @@ def test_two_pipeline_stages_equal_one(alone, policy, options):
         assert_equal(complete(llm, NEW), one)
 
 
-def test_asynchronous_scheduling_changes_no_token(alone, monkeypatch):
-    """A step is scheduled before the one before has its token.
-
-    vLLM switches this off on a CPU (tests/test_refusals.py). Its runner there can do it, so the test leaves it on.
-    """
-    from vllm.platforms.cpu import CpuPlatform
+def test_asynchronous_scheduling_changes_no_token(alone, request):
+    """A step is scheduled before the one before has its token."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
     matrix_case, one = alone("kvpop")
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def update_and_leave_on(cls, config):
-        update(cls, config)
-        config.scheduler_config.async_scheduling = True
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
+    request.getfixturevalue("asynchronous")  # not for the engine that it is compared with
     with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True) as llm:
         core = llm.llm_engine.engine_core.engine_core
         assert isinstance(core.scheduler, AsyncScheduler) and core.batch_queue_size == 2

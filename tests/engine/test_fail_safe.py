@@ -3,8 +3,6 @@
 Each vLLM here really is another: a copy of the installed one with a change.
 """
 
-from __future__ import annotations
-
 import json
 from importlib import metadata
 
@@ -39,7 +37,7 @@ BROKEN = {
     "a module that cannot be imported": (
         {},
         f"ModuleNotFoundError: import of {ENGINE_POLICY} halted; None in sys.modules: "
-        "install kvpop_vllm and vllm>=0.32,<0.34 anew",
+        "install kvpop_vllm and vllm>=0.32,<0.34 again",
     ),
 }
 """Changes of vLLM, and the reason that is given; without changes a module of the glue is missing."""

@@ -4,8 +4,6 @@ One engine for each kind of plumbing, with options of scorers, protected prompts
 spread over them. tests/policies/test_product.py proves the rules of all policies.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -112,9 +110,9 @@ def test_chunks(served, chunk):
     jobs = [Job(1, new=max(70, longest // chunk + 2)), Job(29), Job(33), Job(57), Job(65), Job(longest, new=4)]
     answers = served.serve(jobs)
     for name, answer in answers.items():
-        full_chunks, rest = divmod(len(answer.prompt_token_ids), chunk)
+        full_chunks, remainder = divmod(len(answer.prompt_token_ids), chunk)
         decodes = len(answer.outputs[0].token_ids) - 1
-        assert served.chunks(name) == [chunk] * full_chunks + [rest] * (rest > 0) + [1] * decodes
+        assert served.chunks(name) == [chunk] * full_chunks + [remainder] * (remainder > 0) + [1] * decodes
     served.check(answers)
 
 

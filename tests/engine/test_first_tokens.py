@@ -3,8 +3,6 @@
 Freed blocks are overwritten unless a snapshot or the prefix cache keeps them.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, Judges, preempt_all, serving
 from engine.judge import Judge
@@ -32,9 +30,9 @@ PROTECTS = [40, FIRST, FIRST + 1, FIRST + 9, END, END + 1, END + 16, END + LATER
 
 @pytest.fixture(scope="module", params=POLICIES)
 def engine(request, case):
-    policy, more = request.param, (CASES | SLOW)[request.param]
+    policy, job_options = request.param, (CASES | SLOW)[request.param]
     tested = case("qwen3", policy)
-    settings = tested.settings | {"protect_prompt": 0, "max_protect": "all"} | more
+    settings = tested.settings | {"protect_prompt": 0, "max_protect": "all"} | job_options
     options = {"max_model_len": 1024, "num_gpu_blocks_override": 301, "enable_prefix_caching": True}
     with serving(tested._replace(settings=settings), **options) as engine:
         engine.case, engine.policy, engine.judges = tested, policy, {}

@@ -1,7 +1,5 @@
 """Settings in every process of a server: parsed flags reach a process that loads the plugin late, or are refused there."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import pickle
@@ -120,7 +118,7 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
         asyncio.run(front_ends.check_engines(Client))
 
     check(settings(), settings(max_budget=64))
-    for other, line in (
+    for kv_policy, line in (
         (settings(budget=96), "--kv-budget 96, not 64"),
         (settings(policy="h2o"), "--kv-policy h2o, not streaming-llm"),
         (settings(max_budget=128), "--kv-max-budget 128, not 64"),
@@ -129,7 +127,7 @@ def test_engines_with_other_settings_are_refused(tiny_model, tmp_path):
         with pytest.raises(
             ConfigError, match=f"an engine of this API server has {line}: start every node with the same"
         ):
-            check(settings(), other)
+            check(settings(), kv_policy)
     for same, changes in (
         ({"policy": "kvpop", "scorer": scorers[0]}, {"scorer": scorers[1]}),
         ({"calibration": shares[0]}, {"calibration": shares[1]}),

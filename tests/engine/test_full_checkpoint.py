@@ -1,7 +1,5 @@
 """Checkpoints with their own scorers: ``kvpop export``, and ``vllm serve DIR --kv-policy kvpop``."""
 
-from __future__ import annotations
-
 import functools
 import json
 import shutil
@@ -108,8 +106,8 @@ def test_the_layout_of_trimkvs_authors(qwen3, tmp_path):
 
 
 def test_an_adapter_given_by_name_goes_before_the_checkpoints_own(qwen3, tmp_path):
-    other = write_random_scorer(tmp_path / "adapter", qwen3.base, "linear", seed=3)
-    policy = {"policy": "kvpop-linear", "scorer": str(other)}
+    adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, "linear", seed=3)
+    policy = {"policy": "kvpop-linear", "scorer": str(adapter)}
     assert generate(qwen3.full, policy) == generate(qwen3.base, policy)
 
 

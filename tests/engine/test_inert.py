@@ -1,7 +1,5 @@
 """Without a policy the plugin changes nothing, and engines do not affect each other."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

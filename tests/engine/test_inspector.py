@@ -1,7 +1,5 @@
 """The record of the inspect page equals what the recorder reads from the engine's pages after every step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The judge excuses a near-tie and its consequences, and nothing else; options that engines are tested with matter."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

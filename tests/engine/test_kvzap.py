@@ -3,8 +3,6 @@
 Prompts have no token twice and answers fit into the window, because equal tokens have equal scores in a first layer.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

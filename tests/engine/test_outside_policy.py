@@ -1,7 +1,5 @@
 """A policy of another package in the engine: one file, one entry point, and an oracle like the matrix's."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.driving import Job, watched

@@ -1,7 +1,5 @@
 """`kvpop plan` next to stock engines of models with recurrent layers: bytes of a state, sizes of blocks, number of blocks."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Prefix caching is on where requests can go on from others or prompts are protected, unless vLLM's own flag turns it off."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest
@@ -37,7 +35,7 @@ def test_the_flag_of_protected_prompts(tiny_model, value):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = ["--model", tiny_model("llama"), "--kv-policy", "streaming-llm", "--kv-budget", "64"]
     flags += ["--max-model-len", "256", "--kv-protect-prompt", value]
-    for more, caches in (([], True), (["--no-enable-prefix-caching"], False)):
-        args = EngineArgs.from_cli_args(parser.parse_args([*flags, *more]))
+    for words, caches in (([], True), (["--no-enable-prefix-caching"], False)):
+        args = EngineArgs.from_cli_args(parser.parse_args([*flags, *words]))
         args.skip_tokenizer_init = True
         assert args.create_engine_config().cache_config.enable_prefix_caching is caches

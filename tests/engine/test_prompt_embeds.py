@@ -1,7 +1,5 @@
 """Prompts that are given as embeddings instead of tokens."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import watched
 from engine.matrix import BUDGET, SINKS

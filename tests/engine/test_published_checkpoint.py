@@ -1,7 +1,5 @@
 """Full checkpoints of other authors in vLLM: served as their base, without their code and without flags of a budget."""
 
-from __future__ import annotations
-
 import json
 import logging
 import pickle
@@ -92,8 +90,8 @@ def test_without_a_policy_it_is_served_densely(spelt, monkeypatch):
 
 def test_a_scorer_folder_goes_before_the_checkpoints_own(spelt, tmp_path):
     base, _, full = spelt("xlstm")
-    other = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
-    assert engine_policy(configure(full, POLICY | {"scorer": str(other)})).retention.budget == 50
+    other_scorer = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
+    assert engine_policy(configure(full, POLICY | {"scorer": str(other_scorer)})).retention.budget == 50
     assert engine_policy(configure(base, POLICY | {"scorer": str(full)})).retention.budget == 64
 
 
@@ -120,8 +118,8 @@ def test_engines_with_other_weights_are_told_apart(tmp_path):
 def test_another_scorer_goes_before_a_section_of_the_authors(spelt, tmp_path):
     """Their ``kvpop`` section is not in our format, and nothing reads it."""
     base, _, full = spelt("xlstm_large")
-    other = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
-    config = configure(full, POLICY | {"scorer": str(other)})
+    other_scorer = write_random_scorer(tmp_path / "other", base, "mlstm", topk=30)
+    config = configure(full, POLICY | {"scorer": str(other_scorer)})
     assert engine_policy(config).retention.budget == 50 and config.load_config.load_format == "safetensors"
 
 

@@ -1,7 +1,5 @@
 """Weights in four bits, as compressed-tensors packs them, which vLLM multiplies on a CPU in bfloat16."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -44,8 +42,8 @@ def packed(tiny_model, tmp_path_factory) -> Path:
         groups = weight.unflatten(1, (-1, GROUP))
         scale = groups.abs().amax(-1) / 7
         integers = (groups / scale.unsqueeze(-1)).round().to(torch.int8).flatten(1)
-        parts = {"packed": pack_to_int32(integers, 4), "scale": scale, "shape": torch.tensor(weight.shape)}
-        tensors |= {f"{name}_{part}": tensor for part, tensor in parts.items()}
+        packed = {"packed": pack_to_int32(integers, 4), "scale": scale, "shape": torch.tensor(weight.shape)}
+        tensors |= {f"{name}_{part}": tensor for part, tensor in packed.items()}
     config = json.loads((base / "config.json").read_text()) | {"quantization_config": SCHEME}
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -1,7 +1,5 @@
 """Weights that are reloaded while an engine serves (vLLM's ``reload_weights``): later answers are those of the new weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.tiny_engine import complete, running
@@ -13,15 +11,15 @@ from kvpop_vllm.testing import write_mixed_model, write_random_scorer, write_tin
 NEW = 24
 
 
-def check(model, other, settings: dict, **options) -> None:
+def check(model, other_model, settings: dict, **options) -> None:
     """Check that an engine answers as one of the other weights once it has loaded them, and as before with its first."""
     with running(model, settings, **options) as llm:
         first = complete(llm, NEW)
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_model)})
         reloaded = complete(llm, NEW)
         llm.collective_rpc("reload_weights", kwargs={"weights_path": str(model)})
         assert complete(llm, NEW) == first
-    with running(other, settings, **options) as llm:
+    with running(other_model, settings, **options) as llm:
         assert complete(llm, NEW) == reloaded
     assert [tokens for tokens, _ in first[3]] != [tokens for tokens, _ in reloaded[3]]
 
@@ -56,9 +54,9 @@ def test_attention_sinks_are_those_of_the_new_weights(other_sinks):
 
 def test_attention_sinks_are_those_of_vllms_layers(other_sinks):
     """VLLM 0.32 leaves those of gpt-oss as they were when it reloads weights: its loader copies them to nowhere."""
-    model, other = other_sinks("gpt_oss")
+    model, other_model = other_sinks("gpt_oss")
     with running(model, SINKS, block_size=32) as llm:
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other)})
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(other_model)})
         executor = llm.llm_engine.engine_core.engine_core.model_executor
         layers = [layer.attn for layer in executor.driver_worker.worker.model_runner.model.model.layers]
         ours = [layer for layer in layers if hasattr(layer.attn.impl, "attention")]

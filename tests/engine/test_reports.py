@@ -1,7 +1,5 @@
 """Reports in responses and metrics equal what the recorder counts in the engine's pages and block tables."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 
@@ -45,8 +43,8 @@ def served(request, case):
         assert not engine.leaks()
 
 
-def asking(jobs: list[Job], **more) -> list[Job]:
-    return [replace(job, scored=False, asks={"kv_report": 1} | (job.asks or {}) | more) for job in jobs]
+def asking(jobs: list[Job], **options) -> list[Job]:
+    return [replace(job, scored=False, asks={"kv_report": 1} | (job.asks or {}) | options) for job in jobs]
 
 
 def published(name: str, prefix: str = "vllm:kv_policy_") -> float:
@@ -111,8 +109,8 @@ def check_report(engine, case: str, name: str, answer, job: Job, cartridge_slots
     if case == "adakv" and tokens_seen > BUDGET:
         retained |= {"min": None, "max": None}
     evicted = {
-        statistic: None if retained[other] is None else tokens_seen - retained[other]
-        for statistic, other in (("min", "max"), ("mean", "mean"), ("max", "min"))
+        statistic: None if retained[opposite] is None else tokens_seen - retained[opposite]
+        for statistic, opposite in (("min", "max"), ("mean", "mean"), ("max", "min"))
     }
     assert report["kept_tokens_per_head"] == (None if case == "dms" else pytest.approx(retained))
     assert report["evicted_tokens_per_head"] == (None if case == "dms" else pytest.approx(evicted))

@@ -1,7 +1,5 @@
 """Requests with their own budgets, windows, protection and seeds in one step, each compared with its own oracle."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, Judges, serving
 from engine.test_traffic import POLICIES
@@ -25,14 +23,16 @@ SLOW = [(policy, {}) for policy in ("h2o", "dms-query", "momentkv", "vase", "tri
 SLOW += [("h2o", LAYERS), ("triattention", {"allocator": str(MILD_SHARES)})]
 
 
-@pytest.mark.parametrize("policy, more", [*QUICK, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)])
-def test_sixteen_of_all_kinds(case, policy, more):
+@pytest.mark.parametrize(
+    "policy, case_options", [*QUICK, *(pytest.param(*values, marks=pytest.mark.slow) for values in SLOW)]
+)
+def test_sixteen_of_all_kinds(case, policy, case_options):
     """Sixteen requests of one batch keep their own options, in chunks or whole, with hits or without.
 
     Where heads have unequal shares, the k of each is scaled to the request's budget.
     """
     kind, options = POLICIES.get(policy, POLICIES["h2o"])
-    matrix_case = case(kind, policy, **options | more)
+    matrix_case = case(kind, policy, **options | case_options)
     settings = matrix_case.settings | {"max_budget": 72, "max_protect": 50}
     asks = ASKS + (SEEDS if policy in ("vase", "random") else ())
     lengths = (3, BLOCK, 41, 60, 90)

@@ -1,7 +1,5 @@
 """Requests with seeds among others, in chunks: the engine of vLLM 0.32 stops there on a CPU without the plugin's mend."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import Job, watched
 
@@ -25,10 +23,10 @@ def test_a_seed_gives_the_same_tokens_in_chunks(engine):
     assert tokens[0] == tokens[1] and len(set(tokens[0][0])) > 4
 
 
-def test_an_abort_beside_it_changes_no_draw(engine):
+def test_an_abort_next_to_it_changes_no_draw(engine):
     """Rows of a step move when a request ends; each generator stays with its request."""
     engine.chunk(7)
-    job, other = Job(60, new=16, scored=False, temperature=1.0), Job(30, new=40, scored=False)
+    job, other_job = Job(60, new=16, scored=False, temperature=1.0), Job(30, new=40, scored=False)
     aborted = []
 
     def each_step(step: int) -> None:
@@ -37,5 +35,5 @@ def test_an_abort_beside_it_changes_no_draw(engine):
             aborted.append(step)
 
     first = engine.serve([job])[engine.names["0"]].outputs[0].token_ids
-    again = engine.serve([job, other], each_step)[engine.names["0"]].outputs[0].token_ids
+    again = engine.serve([job, other_job], each_step)[engine.names["0"]].outputs[0].token_ids
     assert aborted and first == again

@@ -1,7 +1,5 @@
 """Shapes that are read from config files are those that an engine counts with."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

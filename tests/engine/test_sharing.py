@@ -3,8 +3,6 @@
 Results are compared with the oracle, which knows no hits. Freed blocks are overwritten with NaN.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import BLOCK, Job, preempt_all, serving
 
@@ -60,7 +58,7 @@ def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
 
     def preempt(step):
         if step == 50:
-            engine.add("beside", Job(new=1, prompt=longer, scored=False))
+            engine.add("next to it", Job(new=1, prompt=longer, scored=False))
         if step == 54:
             preempt_all(engine.recorder.scheduler)
 

@@ -1,7 +1,5 @@
 """Protected prompts with features of vLLM that make or distinguish requests: beam search, LoRA."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The shipped scorer on real text: vLLM's engine, the training mask and the oracle keep the same tokens."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

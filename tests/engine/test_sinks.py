@@ -3,8 +3,6 @@
 An engine under `attention-matching` is compared with a `KVpopCache` instead, as in test_attention_matching.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import Job, preempt_all, serving, watched
 from engine.judge import KindsJudge

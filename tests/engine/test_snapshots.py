@@ -4,8 +4,6 @@ Freed blocks are overwritten unless a snapshot or the prefix cache keeps them. O
 test_snapshots_policies.py.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -213,8 +211,8 @@ def test_other_requests_do_not_hit(engine):
         fewer = Job(prompt=[*history, 5], new=2, scored=False, salt="a", asks={"kv_protect_prompt": BLOCK})
         (answer,) = engine.serve([fewer]).values()
         assert answer.num_cached_tokens <= BLOCK
-    other = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
-    (answer,) = engine.serve([Job(prompt=other, new=2, scored=False, salt="a")]).values()
+    other_text = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
+    (answer,) = engine.serve([Job(prompt=other_text, new=2, scored=False, salt="a")]).values()
     assert answer.num_cached_tokens == len(first.prompt_token_ids), "the prompt's end"
     assert len(live(engine)) > before
 
@@ -241,7 +239,7 @@ def test_the_pool_takes_blocks_back(engine):
 
 
 def test_a_look_up_costs_what_there_are_lengths_of_snapshots(engine):
-    """vLLM looks in every step for the request that waits for room, whose prompt may have thousands of hashes."""
+    """VLLM looks in every step for the request that waits for room, whose prompt may have thousands of hashes."""
     history = whole(turn(engine, [], seed=50))
     snapshots, looked_at = snapshots_of(engine), []
 
@@ -462,20 +460,20 @@ def test_changes_of_weights_drop_snapshots(engine, change):
 def test_other_weights(engine, tmp_path):
     """After a reload a chat goes on by the new weights alone, also where a request ran across it."""
     model = engine.llm.llm_engine.model_config.model
-    other = str(write_tiny_model(tmp_path / "other", "qwen3", seed=7))
+    other_model = str(write_tiny_model(tmp_path / "other", "qwen3", seed=7))
     history = whole(turn(engine, [], seed=95))
 
     def load(weights: str):
         engine.llm.collective_rpc("reload_weights", kwargs={"weights_path": weights})
 
     job = Job(prompt=[*history, 7], new=9, scored=False)
-    engine.serve([job], lambda step: load(other) if step == 3 else None)
+    engine.serve([job], lambda step: load(other_model) if step == 3 else None)
     try:
         engine.engine.reset_prefix_cache()  # of protected tokens, as without a policy
         engine.recorder.clear()
         answers = engine.serve([job])
         assert [answer.num_cached_tokens for answer in answers.values()] == [0]
-        engine.check(answers, Judge(other, engine.judge.policy, protect=engine.judge.protect))
+        engine.check(answers, Judge(other_model, engine.judge.policy, protect=engine.judge.protect))
     finally:
         load(model)
         engine.engine.reset_prefix_cache()

@@ -1,7 +1,5 @@
 """Chats of several turns with features that make, distinguish or place requests: a turn goes on where it may, and there alone."""
 
-from __future__ import annotations
-
 import asyncio
 from contextlib import contextmanager
 
@@ -50,8 +48,8 @@ def test_adapters(case, tmp_path):
             engine.judge = Judge(str(merged), matrix_case.judge.policy)
             chats_of.append(go_on(engine, 10 * number, adapter=adapters[-1]))
         first, second = adapters
-        for other in (second, None, LoRARequest("first", 3, first.lora_path)):  # the last one is loaded again
-            assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=other)) == 0
+        for loaded in (second, None, LoRARequest("first", 3, first.lora_path)):  # the last one is loaded again
+            assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=loaded)) == 0
         assert cached(engine, Job(prompt=[*chats_of[0], 5], new=2, scored=False, adapter=first)) == len(chats_of[0]) - 1
         engine.engine.add_lora(LoRARequest("first", 1, second.lora_path, load_inplace=True))
         assert cached(engine, Job(prompt=[*chats_of[0], 6], new=2, scored=False, adapter=first)) == 0
@@ -65,8 +63,8 @@ def test_draws_of_other_seeds(case):
         for asks in ({"kv_seed": 3}, {"kv_seed": 4}):
             engine.judge = judges.of(Job(asks=asks))
             history = go_on(engine, asks=asks)
-            for other in ({"kv_seed": 5}, {}):
-                assert cached(engine, Job(prompt=[*history, 5], new=2, scored=False, asks=other)) == 0
+            for seeding in ({"kv_seed": 5}, {}):
+                assert cached(engine, Job(prompt=[*history, 5], new=2, scored=False, asks=seeding)) == 0
         engine.judge = judges.of(Job(temperature=1.0))
         first = turn(engine, [], 30, temperature=1.0)
         assert turn(engine, whole(first), 31, temperature=1.0).num_cached_tokens == len(whole(first)) - 1
@@ -186,20 +184,12 @@ def test_two_workers(alone, workers):
 
 
 @pytest.fixture
-def asynchronous(alone, monkeypatch):
-    """Return a function that starts an engine with asynchronous scheduling, which vLLM turns off on a CPU."""
-    from vllm.platforms.cpu import CpuPlatform
+def start_asynchronous(alone, asynchronous):
+    """Return a function that starts an engine with asynchronous scheduling."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def update_and_leave_on(cls, config):
-        update(cls, config)
-        config.scheduler_config.async_scheduling = True
 
     @contextmanager
     def start(**options):
-        monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(update_and_leave_on))
         matrix_case, _ = alone
         with running(matrix_case.model, matrix_case.settings, block_size=16, async_scheduling=True, **options) as llm:
             scheduler = llm.llm_engine.engine_core.engine_core.scheduler
@@ -209,9 +199,9 @@ def asynchronous(alone, monkeypatch):
     return start
 
 
-def test_asynchronous_scheduling(alone, asynchronous):
+def test_asynchronous_scheduling(alone, start_asynchronous):
     """A step is scheduled before the one before has its token: the token in flight is part of a snapshot."""
-    with asynchronous() as (llm, scheduler):
+    with start_asynchronous() as (llm, scheduler):
         assert conversation(llm) == alone[1]
         ask(llm, random_prompt(90, seed=7), new=1)
         managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -219,10 +209,10 @@ def test_asynchronous_scheduling(alone, asynchronous):
         assert llm.reset_prefix_cache()
 
 
-def test_asynchronous_scheduling_under_load(asynchronous):
+def test_asynchronous_scheduling_under_load(start_asynchronous):
     """Chats whose prompts are cut, preempted and have an ending of their template have the tokens of turns from scratch."""
     ending = [250, 251]
-    with asynchronous(max_num_batched_tokens=48, num_gpu_blocks_override=301) as (llm, scheduler):
+    with start_asynchronous(max_num_batched_tokens=48, num_gpu_blocks_override=301) as (llm, scheduler):
         histories, hits = [random_prompt(70 + 9 * i, seed=i) for i in range(5)], []
         for number in range(3):
             prompts = [[*history, *ending] for history in histories]
@@ -285,7 +275,7 @@ def test_two_data_parallel_engines(alone):
         finally:
             engine.shutdown()
 
-    other, same = asyncio.run(serve())
-    assert other.num_cached_tokens == 0 and same.num_cached_tokens == len(same.prompt_token_ids) - 26
-    assert [*whole(other)] == [*whole(same)] == history[: len(whole(same))]
+    other_answers, same = asyncio.run(serve())
+    assert other_answers.num_cached_tokens == 0 and same.num_cached_tokens == len(same.prompt_token_ids) - 26
+    assert [*whole(other_answers)] == [*whole(same)] == history[: len(whole(same))]
     assert random_prompt(25, seed=1) == history[115:140]

@@ -1,7 +1,5 @@
 """Chats of several turns under the policies that test_snapshots.py does not have, by its tests that depend on the policy."""
 
-from __future__ import annotations
-
 import pytest
 from engine import test_snapshots
 from engine.test_snapshots import QUICK, chats, nothing_is_left  # noqa: F401

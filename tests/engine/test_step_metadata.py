@@ -1,7 +1,5 @@
 """The metadata of an engine step is built once, and its starts are checked by the first layer."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

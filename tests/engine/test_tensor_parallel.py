@@ -1,7 +1,5 @@
 """Two tensor-parallel ranks, each with half of the KV heads and scorers, compared with one rank."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

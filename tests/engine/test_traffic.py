@@ -1,7 +1,5 @@
 """Hundreds of requests that extend and fork each other, with options of their own, in small pools."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,12 +1,11 @@
 """A cartridge of a prompt's first tokens, untrained, gives what a cached prefix of these tokens gives."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.driving import BLOCK, Job, watched
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, write_cartridge
 from kvpop_vllm.compaction.reference import read_corpus
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.testing import random_prompt
@@ -52,11 +51,11 @@ def test_it_equals_a_cached_prefix(case, tmp_path, policy):
     cached = served(matrix_case.model, matrix_case.settings | {"protect_prompt": SLOTS}, uncut, times=2)
     assert loaded[3] == SLOTS and cached[3] >= SLOTS - BLOCK, "the prefix comes from the cache"
     common = [
-        set(one) & set(other)
+        set(loaded_answer) & set(cached_answer)
         for steps in zip(loaded[2], cached[2], strict=True)
-        for one, other in zip(*steps, strict=True)
+        for loaded_answer, cached_answer in zip(*steps, strict=True)
     ]
-    same = sum(map(len, common)) / sum(len(one) for step in cached[2] for one in step)
+    same = sum(map(len, common)) / sum(len(loaded_answer) for step in cached[2] for loaded_answer in step)
     if policy == "kvpop":
         differences = [abs(a[t] - b[t]) for a, b in zip(loaded[1], cached[1], strict=True) for t in a.keys() & b.keys()]
         print(
@@ -69,5 +68,5 @@ def test_it_equals_a_cached_prefix(case, tmp_path, policy):
         assert same > 0.98
         return
     assert same == 1 and loaded[0] == cached[0]
-    for one, other in zip(loaded[1], cached[1], strict=True):
-        assert one == pytest.approx(other, abs=CLOSE)
+    for loaded_answer, cached_answer in zip(loaded[1], cached[1], strict=True):
+        assert loaded_answer == pytest.approx(cached_answer, abs=CLOSE)

@@ -3,8 +3,6 @@
 They cover head sizes, other kernels and dtypes, and `full`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 
@@ -156,8 +154,8 @@ def _judge_layer(recorder, policy, name, layer, steps) -> list[bool]:
     Returns:
         One entry per decision, True for each near-tie.
     """
-    parts = [torch.cat(recorder.tensors[name, layer, part]) for part in ("query", "key", "value", "out")]
-    query, key, value, out = (part.transpose(0, 1) for part in parts)
+    tensors = [torch.cat(recorder.tensors[name, layer, part]) for part in ("query", "key", "value", "out")]
+    query, key, value, out = (part.transpose(0, 1) for part in tensors)
     exact = policy.decide(layer, query.double(), key.double(), value.double())
     with DisturbedSums(0):
         low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)

@@ -1,7 +1,5 @@
 """Engine with drafts that vLLM finds in texts, next to one without speculation and the oracle."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from engine.driving import Job, serving

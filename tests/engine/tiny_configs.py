@@ -3,13 +3,11 @@
 Requests have at most 256 tokens.
 """
 
-from __future__ import annotations
-
 LAYERS = 2
 FULL = ["full_attention"] * LAYERS
 
 
-def text(architecture: str, model_type: str, **more) -> dict:
+def text(architecture: str, model_type: str, **keys) -> dict:
     """Return a decoder's config with the usual key names."""
     return {
         "architectures": [architecture],
@@ -26,7 +24,7 @@ def text(architecture: str, model_type: str, **more) -> dict:
         "eos_token_id": None,
         "pad_token_id": None,
         "dtype": "bfloat16",
-        **more,
+        **keys,
     }
 
 

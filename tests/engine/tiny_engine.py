@@ -1,7 +1,5 @@
 """vLLM's engine on tiny models, in this process."""
 
-from __future__ import annotations
-
 import gc
 import os
 from collections.abc import Iterator

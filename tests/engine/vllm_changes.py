@@ -4,8 +4,6 @@ Attributes of all modules and classes of vLLM are compared before and after the 
 run, and an engine with a policy has. The process has no plugins but ours, which is loaded by hand.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import json
@@ -91,8 +89,8 @@ def changed(before: dict, after: dict, volatile: frozenset[str] = frozenset()) -
     modules, absent = {name.partition(":")[0] for name in before}, (object(), [], [])
     different = set()
     for name in after.keys() | before.keys():
-        (one, members, ours), (other, new, new_ours) = before.get(name, absent), after.get(name, absent)
-        equal = ours == new_ours and (name in volatile or (one is other and members == new))
+        (value, members, ours), (new_value, new, new_ours) = before.get(name, absent), after.get(name, absent)
+        equal = ours == new_ours and (name in volatile or (value is new_value and members == new))
         if name.partition(":")[0] in modules and not equal:
             different.add(name)
     return different

@@ -1,7 +1,5 @@
 """A tiny model and a tokenizer of bytes."""
 
-from __future__ import annotations
-
 import pytest
 
 

@@ -1,7 +1,5 @@
 """Prompts and generated tokens under policies match the naive oracle; replay matches its definition."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """`kvpop eval --task corpus`: questions that the text proves, answers after caches, and the table."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -197,10 +195,10 @@ def test_methods_differ_and_nothing_loses_most(exams, exam_and_cache):
     assert torch.equal(first[:, :1], trained[:, :1]) and not torch.allclose(first[:, 1:], trained[:, 1:])
 
 
-def record(document, method, slots, kl=None, right=None, **more):
+def record(document, method, slots, kl=None, right=None, **fields):
     common = {"document": document, "unit": document, "method": method, "slots": slots, "bytes": 2**20, "build": 6.0}
     common |= {"kind": "name", "right": right} if kl is None else {"kind": "open", "kl": kl, "tokens": 10, "first": 1.0}
-    return common | more
+    return common | fields
 
 
 def test_the_table_by_hand():

@@ -1,7 +1,5 @@
 """Each retrieval example can be answered from its prompt alone, by a reader that does not know its origin."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Replay rows begin at the start of documents; sentences lose no word."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -30,9 +28,9 @@ def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
         order = [c for row in texts_of_rows for c in dict.fromkeys(row.replace("<end>", ""))]
         assert len(order) == len(set(order)) and all(len(tokenizer(row)["input_ids"]) == 32 for row in texts_of_rows)
         for row in texts_of_rows:
-            parts = row.split("<end>")
-            assert all(part in texts for part in parts[:-1]), "only the last document of a row is cut"
-            assert any(text.startswith(parts[-1]) for text in texts)
+            sentences = row.split("<end>")
+            assert all(part in texts for part in sentences[:-1]), "only the last document of a row is cut"
+            assert any(text.startswith(sentences[-1]) for text in texts)
     assert len({tuple(rows(paths, tokenizer, 32, seed=seed)) for seed in range(4)}) > 1
     assert rows(paths, tokenizer, 32, seed=2) == rows(paths, tokenizer, 32, seed=2)
     assert rows(paths, tokenizer, 32000) == []

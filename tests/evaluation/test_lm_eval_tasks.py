@@ -1,7 +1,5 @@
 """The tasks for lm-eval: verifier, metrics, and what every YAML file makes of a row of its dataset."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Progress is a bar on a terminal and lines in a log; stdout holds the table alone."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty

@@ -1,7 +1,5 @@
 """`kvpop eval --report` writes tables and figures that hold the given numbers."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

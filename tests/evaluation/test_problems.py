@@ -1,7 +1,5 @@
 """Problems with worked solutions: what they ask is right, and problems of the test are nobody's training."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

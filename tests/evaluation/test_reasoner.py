@@ -1,7 +1,5 @@
 """The example that trains a model to reason: its curriculum, a stopped run, and what it writes."""
 
-from __future__ import annotations
-
 import json
 import random
 import sys

@@ -1,7 +1,5 @@
 """The example that compares policies on reasoning: from an untrained reasoner to a table, and what is not made again."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
@@ -161,7 +159,7 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
 
 
 def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
-    """Budgets are named by compression, problems of the same seed and another kind are others, and the best is first."""
+    """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
     monkeypatch.setattr(compare, "COMPRESSIONS", {4: (4,), 8: (8,)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
@@ -177,8 +175,8 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
             lines.append(base | setting | {"exact": good, "before_error": 0.5 + good / 2})
     (comparison.records / "at-4.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     comparison.report("h2o")
-    exact, rest = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
-    before, difference = rest.split("Exact answers less those of h2o")
+    exact, errors = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
+    before, difference = errors.split("Exact answers less those of h2o")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in exact.splitlines() if line.startswith("| ")]
     assert rows[0] == ["policy", "equal", "all held", "4 times less", "8 times less"]
     assert [row[0] for row in rows[1:]] == ["dense", "h2o", "tova"]
@@ -244,8 +242,8 @@ def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
             list(comparison._calibration("kvpop-mlp", 8, words))
 
     assert list(comparison._calibration("kvpop-mlp", 8, words)) == []
-    other = comparison.calibrations / "kvpop-mlp-12"
-    shutil.copytree(out, other)
+    calibration = comparison.calibrations / "kvpop-mlp-12"
+    shutil.copytree(out, calibration)
     with pytest.raises(SystemExit, match=r"kvpop-mlp-12 was measured with other settings \(budgets\)"):
         list(comparison._calibration("kvpop-mlp", 12, words))
     (out / "shares.json").write_text('{"unit": "layer"}')

@@ -1,7 +1,5 @@
 """Reasoning: solutions are judged, counted by problem, and compared on the same problems."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -89,22 +87,22 @@ def test_the_table_compares_policies_on_the_same_problems():
                 record = dict.fromkeys(MEASURES, 0.5) | {"exact": exact, "kind": "programs", "unit": problem}
                 record |= {"length": 900, "policy": name, "sample": sample, "allocated": 2**20}
                 records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k"}))
-    dense, stream, other = summarise_reasoning(records, "streaming-llm")
+    dense, stream, rival = summarise_reasoning(records, "streaming-llm")
     means = {name: [0.0] * 40 for name in chance}
     for r in records:
         means[r["policy"]][r["unit"]] += r["exact"] / (5 if r["policy"] == "random" else 1)
-    assert [line["samples"] for line in (dense, stream, other)] == [1, 1, 5]
-    for line in (dense, stream, other):
+    assert [line["samples"] for line in (dense, stream, rival)] == [1, 1, 5]
+    for line in (dense, stream, rival):
         assert line["problems"] == 40 and line["exact"] == pytest.approx(sum(means[line["policy"]]) / 40)
         low, high = line["exact interval"]
         assert low < line["exact"] < high and high - low < 0.35
-    assert other["of dense"] == pytest.approx(sum(means["random"]) / sum(means["dense"]))
+    assert rival["of dense"] == pytest.approx(sum(means["random"]) / sum(means["dense"]))
     gained = sum(means["random"]) / 40 - sum(means["streaming-llm"]) / 40
-    assert other["difference"] == pytest.approx(gained) and other["difference interval"][0] > 0
+    assert rival["difference"] == pytest.approx(gained) and rival["difference interval"][0] > 0
     assert "difference" not in stream and "of dense" not in dense
     # drawing a problem's samples apart would make the interval too narrow
     apart = summarise_reasoning([r | {"unit": 5 * r["unit"] + r["sample"]} for r in records if r["policy"] == "random"])
-    width = other["exact interval"][1] - other["exact interval"][0]
+    width = rival["exact interval"][1] - rival["exact interval"][0]
     assert apart[0]["problems"] == 200 and apart[0]["exact interval"][1] - apart[0]["exact interval"][0] < 1.2 * width
 
 

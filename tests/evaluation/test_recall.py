@@ -1,7 +1,5 @@
 """Recall matches its definition, token by token."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

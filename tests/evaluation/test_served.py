@@ -1,7 +1,5 @@
 """Policies that evaluation runs on serving kernels match the naive oracle."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
@@ -48,17 +46,17 @@ CASES = [*ORACLES, *CORRECTED, "trimkv", "dms", "kvzap", "h2o+pyramid"]
 @pytest.mark.parametrize("name", CASES)
 def test_next_tokens_are_the_oracles(model, tmp_path, name):
     """Recall is omitted where heads hold different numbers of tokens."""
-    plain, _, more = name.partition("+")
+    plain, _, suffix = name.partition("+")
     setting = Setting(S, 30, None, None)
     if name in ("trimkv", "dms", "kvzap"):
         folder = write_random_scorer(tmp_path / "gate", model, name, sinks=2, window=6, topk=22, evict=0.5)
         spec, policy = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder)
-    elif more == "pyramid":
+    elif suffix == "pyramid":
         spec, policy = training_free("h2o").allocated("pyramid"), OraclePolicy("mean mass", 0, 15, (29, 1))
     else:
         spec, setting = training_free(plain), Setting(S, 30, 2, 6)
-        spec = spec.corrected() if more else spec
-        policy = OraclePolicy(ORACLES[plain], 2, 6, 22, corrected=bool(more) or name == "momentkv")
+        spec = spec.corrected() if suffix else spec
+        policy = OraclePolicy(ORACLES[plain], 2, 6, 22, corrected=bool(suffix) or name == "momentkv")
     loaded = load_model(model, torch.float32)
     show_hidden_states(loaded)
     runs = resolve_all([(spec, setting)], ModelShape.of(model, S), torch.float32)
@@ -117,18 +115,18 @@ def test_the_error_of_outputs_by_definition(model, name):
     assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
 
 
-@pytest.mark.parametrize("allocator, more", [("uniform", 0), ("pyramid", 1)])
+@pytest.mark.parametrize("allocator, extra", [("uniform", 0), ("pyramid", 1)])
 @pytest.mark.parametrize("name", ["h2o", "streaming-llm"])
-def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
+def test_equal_bytes_count_pages_that_are_not_full(name, allocator, extra):
     """Unequal shares round up to whole pages in every layer."""
     shape, spec = ModelShape("llama", 30, 3, 64, 2048), training_free(name).allocated(allocator)
     settings = {equal: Setting(2048, 512, None, None, equal) for equal in ("k", "bytes")}
     resolved = {equal: one.resolve(spec, shape, torch.bfloat16) for equal, one in settings.items()}
     bytes_of = {equal: one.request_bytes(2048, torch.bfloat16).allocated for equal, one in resolved.items()}
     page = 30 * 3 * 64 * (2 * 64 * 2 + 8)
-    assert bytes_of == {"k": (8 + more) * page, "bytes": 8 * page} and resolved["k"].roles.budget == 512
+    assert bytes_of == {"k": (8 + extra) * page, "bytes": 8 * page} and resolved["k"].roles.budget == 512
     fits = resolved["bytes"].roles.budget
-    assert (fits == 512) == (more == 0)
+    assert (fits == 512) == (extra == 0)
     if fits < 512:
         one_more = spec.resolve(shape, fits + 1)
         assert one_more.request_bytes(2048, torch.bfloat16).allocated > 8 * page

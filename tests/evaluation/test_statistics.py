@@ -42,9 +42,9 @@ def test_a_ratio_is_clear_of_one_where_the_difference_is_clear_of_zero():
     """The ends of both intervals are of the same draws, whatever the two policies are."""
     draw, sides = np.random.default_rng(2), set()
     for _ in range(60):
-        one, other = draw.exponential(1.0, (2, 12))
+        left, right = draw.exponential(1.0, (2, 12))
         scale = draw.uniform(0.3, 2)
-        ratio, difference = bootstrap_ratio(scale * one, other), bootstrap_ratio(scale * one - other)
+        ratio, difference = bootstrap_ratio(scale * left, right), bootstrap_ratio(scale * left - right)
         assert (ratio.low > 1, ratio.high < 1) == (difference.low > 0, difference.high < 0)
         sides.add((ratio.low > 1, ratio.high < 1))
     assert len(sides) == 3

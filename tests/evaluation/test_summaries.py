@@ -1,7 +1,5 @@
 """Tables of records: divergences and gaps are ratios of summed nats, with intervals over documents."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -65,8 +63,8 @@ def test_ratios_of_summed_nats_and_their_intervals():
 
 def test_policies_are_compared_at_the_same_setting_only():
     records = make_records()
-    more = [r | {"equal": "bytes", "kl": r["kl"] / 2} for r in records if r["policy"] == "h2o"]
-    lines = summarise_text(records + more, "streaming-llm")
+    halved = [r | {"equal": "bytes", "kl": r["kl"] / 2} for r in records if r["policy"] == "h2o"]
+    lines = summarise_text(records + halved, "streaming-llm")
     assert [(x["policy"], x["equal"], "kl ratio" in x) for x in lines] == [
         ("dense", None, False),
         ("streaming-llm", "k", True),
@@ -74,7 +72,7 @@ def test_policies_are_compared_at_the_same_setting_only():
         ("h2o", "bytes", False),
     ]
     equal_bytes = [r | {"equal": "bytes", "kl": r["kl"] / 4} for r in records if r["policy"] == "streaming-llm"]
-    *_, k, _, in_bytes = summarise_text(records + equal_bytes + more, "streaming-llm")
+    *_, k, _, in_bytes = summarise_text(records + equal_bytes + halved, "streaming-llm")
     assert in_bytes["kl ratio"] == pytest.approx(2 * k["kl ratio"])
     assert all("kl ratio" not in x for x in summarise_text(records, None))
 

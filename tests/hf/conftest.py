@@ -4,8 +4,6 @@ Slow imports are inside the fixtures, because the process that distributes tests
 file.
 """
 
-from __future__ import annotations
-
 import functools
 
 import pytest

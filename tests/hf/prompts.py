@@ -1,7 +1,5 @@
 """Prompts, padded batches, and greedy generation."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.model_hook import CACHE_NAME

@@ -3,8 +3,6 @@
 Retained sets, log-probabilities and greedy tokens of every policy are compared.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

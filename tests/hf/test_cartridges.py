@@ -1,7 +1,5 @@
 """`KVpopCache` with cartridges keeps the tokens of the oracle, and answers as it says."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -32,7 +30,7 @@ def folders(tiny, tmp_path_factory):
 
 @pytest.mark.parametrize("names", [("biased",), ("plain", "biased")])
 @pytest.mark.parametrize("name", CASES)
-def test_rows_behind_cartridges_are_the_oracles(case, folders, name, names):
+def test_rows_after_cartridges_are_the_oracles(case, folders, name, names):
     """Padded rows of several lengths share the slots. A copy goes on, and so does a second batch."""
     kind, policy, options = CASES[name]
     model, matrix_case = case(kind, policy, **options)
@@ -62,8 +60,8 @@ def test_the_slots_are_there_once(case, folders):
     model, matrix_case = case("qwen3", "h2o")
     (folder,) = folders("qwen3", "biased")
 
-    def allocated(rows, **more):
-        cache = KVpopCache(model, **matrix_case.settings, **more)
+    def allocated(rows, **options):
+        cache = KVpopCache(model, **matrix_case.settings, **options)
         generate(model, cache, [random_prompt(70)] * rows, 3)
         return cache.allocated_bytes()
 
@@ -101,7 +99,7 @@ def test_layers_without_rotation_are_not_turned(tmp_path):
 
 
 @pytest.mark.parametrize("template", [None, CHAT, f"<bos>{CHAT}"])
-def test_prompts_behind_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
+def test_prompts_after_a_cartridge_begin_as_the_fits(tiny, tmp_path, template):
     """After a cartridge that holds BOS neither texts nor chats have another. After a chat's head they have no head."""
     folder, model = tiny("llama")
     tokenizer = byte_tokenizer(template, bos=True)

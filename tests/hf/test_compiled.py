@@ -1,7 +1,5 @@
 """Models that torch compiles and that have, or had, a cache."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts after the prompt."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -22,14 +20,14 @@ def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
     expected = generate(model, at_once, [PROMPT], 30)[0]
     assert int(at_once.held().sum()) <= 4 * BUDGET and at_once.lengths == [179] and at_once.get_seq_length() == 0
     for size, options in ((50, {}), (17, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
-        parts = KVpopCache(model, **served.settings, **options)
+        chunked = KVpopCache(model, **served.settings, **options)
         out = model.generate(
-            **padded([PROMPT]), past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
+            **padded([PROMPT]), past_key_values=chunked, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
         )
-        assert out[0, 150:].tolist() == expected and torch.equal(parts.held(), at_once.held())
-    text, anew = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
-    assert generate(model, at_once, [text], 10) == generate(model, anew, [text], 10)
-    assert torch.equal(at_once.held(), anew.held())
+        assert out[0, 150:].tolist() == expected and torch.equal(chunked.held(), at_once.held())
+    text, fresh = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
+    assert generate(model, at_once, [text], 10) == generate(model, fresh, [text], 10)
+    assert torch.equal(at_once.held(), fresh.held())
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -44,13 +42,13 @@ def test_what_is_not_retained_is_freed(case, policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_text_goes_on_behind_its_prompt(case, policy):
+def test_a_text_goes_on_after_its_prompt(case, policy):
     """A text whose first 40 tokens are its prompt is a prompt of 40 tokens, and the rest token by token."""
     model, served = case("llama", policy)
-    ids, at_once, parts = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **served.settings, prompt=40) for _ in "ab")
+    ids, at_once, split = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **served.settings, prompt=40) for _ in "ab")
     cuts = [ids[:, :40], *ids[:, 40:].split(1, 1)]
     with torch.no_grad():
         expected = model(ids, past_key_values=at_once).logits
-        logits = torch.cat([model(part, past_key_values=parts).logits for part in cuts], 1)
+        logits = torch.cat([model(part, past_key_values=split).logits for part in cuts], 1)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
-    assert torch.equal(at_once.held(), parts.held()) and not bool(at_once.held().all())
+    assert torch.equal(at_once.held(), split.held()) and not bool(at_once.held().all())

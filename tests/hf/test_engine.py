@@ -1,7 +1,5 @@
 """``generate()`` with the cache gives the same tokens as vLLM's engine."""
 
-from __future__ import annotations
-
 import pytest
 from engine.driving import watched
 from engine.tiny_engine import PROMPTS, complete

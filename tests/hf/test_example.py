@@ -1,7 +1,5 @@
 """Tests of `examples/hf_generate.py` on the demo model."""
 
-from __future__ import annotations
-
 import re
 
 import hf_generate

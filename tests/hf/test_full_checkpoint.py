@@ -1,7 +1,5 @@
 """Checkpoints with their own scorers need no scorer folder."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest
@@ -45,9 +43,9 @@ def test_what_is_wrong_with_it(exported, tmp_path):
     _, _, full, policy = exported
     folder = shutil.copytree(full, tmp_path / "copy")
     model = AutoModelForCausalLM.from_pretrained(folder)
-    other = {"kvpop": "dms", "dms": "kvpop"}[policy]
-    with pytest.raises(ConfigError, match=f"policy {other} needs a scorer of kind .*use policy {policy}"):
-        KVpopCache(model, other)
+    other_policy = {"kvpop": "dms", "dms": "kvpop"}[policy]
+    with pytest.raises(ConfigError, match=f"policy {other_policy} needs a scorer of kind .*use policy {policy}"):
+        KVpopCache(model, other_policy)
     tensors = load_file(folder / SCORER_SHARD)
     gone = sorted(tensors)[0]
     save_file({name: t for name, t in tensors.items() if name != gone}, folder / SCORER_SHARD)

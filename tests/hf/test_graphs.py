@@ -3,8 +3,6 @@
 Recording is pretended: the pass runs at once, as a first replay would.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with layers of several kinds under transformers, judged by the oracle of kinds."""
 
-from __future__ import annotations
-
 import functools
 import json
 
@@ -160,12 +158,12 @@ def test_protected_prompts_leave_the_columns_of_queries_alone(tmp_path):
     tokens = torch.tensor([distinct(160)])
     cache = KVpopCache(model, "streaming-llm", budget=400, protect_prompt=40)
     with torch.no_grad():
-        parts = []
+        logits = []
         for first, last in ((0, 120), (120, 160)):
             mask = torch.ones(1, last, dtype=torch.int64)
-            parts.append(model(tokens[:, first:last], attention_mask=mask, **{CACHE_NAME: cache}).logits)
+            logits.append(model(tokens[:, first:last], attention_mask=mask, **{CACHE_NAME: cache}).logits)
         exact = model(tokens, use_cache=False).logits
-    assert torch.allclose(torch.cat(parts, 1), exact, atol=1e-4)
+    assert torch.allclose(torch.cat(logits, 1), exact, atol=1e-4)
 
 
 def test_a_saved_cache_goes_on(family, tmp_path):
@@ -236,9 +234,9 @@ def test_gates_read_the_input_of_layers_with_full_attention(family, tmp_path, ki
     gate = write_random_scorer(tmp_path / "gate", model.name_or_path, kind, layers=layers, **sizes)
     cache = KVpopCache(model, kind, scorer=gate)
     with torch.no_grad():
-        parts = [model(part, **{CACHE_NAME: cache}).logits[0] for part in (tokens[:, :120], tokens[:, 120:])]
+        logits = [model(part, **{CACHE_NAME: cache}).logits[0] for part in (tokens[:, :120], tokens[:, 120:])]
     exact = oracle.logprobs(tokens[0].tolist(), OraclePolicy.from_scorer(gate))
-    assert float((torch.cat(parts).double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
+    assert float((torch.cat(logits).double().log_softmax(-1) - exact).abs().max()) <= TOLERANCE
 
 
 @pytest.mark.parametrize("kind", [kind for kind in BORROWING if kind in SERVED])

@@ -1,7 +1,5 @@
 """kvpress's pipeline with our policies in the place of presses (`examples/kvpress_eval.py`), in kvpress's environment."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -54,7 +52,7 @@ def test_policies_and_presses_answer_the_same_questions():
     report = json.loads(child.stdout.splitlines()[-1])
     answers = report["answers"]
     for name, (together, alone) in answers.items():
-        assert together == alone, f"{name}: an answer leaves something behind for the next question"
+        assert together == alone, f"{name}: an answer leaves something for the next question"
     assert answers["full"] == answers["no press"] == answers["kvpress, nothing evicted"]
     assert answers["streaming-llm"] != answers["no press"]
     assert report["budget"] == 100

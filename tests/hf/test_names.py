@@ -1,7 +1,5 @@
 """Names under which versions of transformers know a cache, and the versions that are served."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

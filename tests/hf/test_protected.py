@@ -1,7 +1,5 @@
 """`KVpopCache` with protected prompts: rows, turns, prompts in chunks, first N tokens of prompts and answers."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -24,14 +22,14 @@ def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, pr
     together, held_by_row = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
     protected = [n if protect is True else protect for n in LENGTHS]
     assert cache.protected == protected
-    texts = [[*prompt, *more, *random_prompt(20, seed=5)] for prompt, more in zip(prompts, together, strict=True)]
+    texts = [[*prompt, *middle, *random_prompt(20, seed=5)] for prompt, middle in zip(prompts, together, strict=True)]
     later = generate(model, cache, texts, 30)
     for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-        alone, anew = KVpopCache(model, **settings), KVpopCache(model, **settings)
+        alone, fresh = KVpopCache(model, **settings), KVpopCache(model, **settings)
         assert generate(model, alone, [prompt], 40)[0] == together[row] and torch.equal(alone.held(), held_by_row[row])
         assert bool(alone.held()[..., : protected[row]].all())
-        assert generate(model, alone, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
-        assert torch.equal(alone.held(), anew.held()) and torch.equal(alone.held(), cache.held(row))
+        assert generate(model, alone, [text], 30)[0] == generate(model, fresh, [text], 30)[0] == later[row]
+        assert torch.equal(alone.held(), fresh.held()) and torch.equal(alone.held(), cache.held(row))
 
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
@@ -42,8 +40,8 @@ def test_protected_tokens_of_answers(case, policy, options):
     model, matrix_case = case("qwen3", policy, protect_prompt=protect)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     cache = KVpopCache(model, **matrix_case.settings)
-    for new, more in ((40, options), (30, {})):
-        answers = generate(model, cache, prompts, new, **more)
+    for new, settings in ((40, options), (30, {})):
+        answers = generate(model, cache, prompts, new, **settings)
         assert cache.protected == [protect] * 3
         for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             run = matrix_case.judge.reference([*prompt, *answer[:-1]], prompt=len(prompt)).exact
@@ -61,12 +59,12 @@ def test_pages_of_protected_tokens_come_as_the_text_grows(case):
     before = cache.allocated_bytes()
     assert cache.protected == [1000] and cache.get_seq_length() == 119 and bool(cache.held().all())
     text = [*prompt, *answer]
-    more = generate(model, cache, [text], 30)[0]
+    continued = generate(model, cache, [text], 30)[0]
     assert cache.lengths == [149] and bool(cache.held().all())
     block = 64 * (2 * 32 * 4 + 8) * cache.policy.model.num_layers * cache.policy.model.num_kv_heads
     assert block <= cache.allocated_bytes() - before < 1.1 * block
     dense = model.generate(torch.tensor([text]), max_new_tokens=30, do_sample=False)
-    assert more == dense[0, len(text) :].tolist()
+    assert continued == dense[0, len(text) :].tolist()
 
 
 def test_the_budget_bounds_what_is_not_protected(case):
@@ -82,12 +80,14 @@ def test_the_budget_bounds_what_is_not_protected(case):
 def test_a_prompt_in_pieces_and_a_copied_cache(case):
     model, served = case("llama", "kvpop")
     settings, prompt = served.settings | {"protect_prompt": True}, random_prompt(130)
-    at_once, parts = KVpopCache(model, **settings), KVpopCache(model, **settings)
+    at_once, in_chunks = KVpopCache(model, **settings), KVpopCache(model, **settings)
     expected = generate(model, at_once, [prompt], 30)
     inputs = padded([prompt])
-    chunked = model.generate(**inputs, past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=50)
-    assert chunked[0, 130:].tolist() == expected[0] and parts.protected == [130]
-    assert torch.equal(parts.held(), at_once.held())
+    chunked = model.generate(
+        **inputs, past_key_values=in_chunks, max_new_tokens=30, do_sample=False, prefill_chunk_size=50
+    )
+    assert chunked[0, 130:].tolist() == expected[0] and in_chunks.protected == [130]
+    assert torch.equal(in_chunks.held(), at_once.held())
     branch = copy.deepcopy(at_once)
     text = [*prompt, *expected[0], *random_prompt(9, seed=3)]
     assert generate(model, branch, [text], 20) == generate(model, at_once, [text], 20)

@@ -1,7 +1,5 @@
 """Refusals of a cache, each in one line with the remedy. Nothing falls back to dense attention."""
 
-from __future__ import annotations
-
 import functools
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -73,22 +71,22 @@ def test_settings(model, settings, message):
 
 def test_a_scorer_of_another_model(tiny, tmp_path, model):
     fitting = write_random_scorer(tmp_path / "own", tiny("llama")[0])
-    other = write_random_scorer(tmp_path / "other", write_tiny_model(tmp_path / "model", layers=3))
+    other_scorer = write_random_scorer(tmp_path / "other", write_tiny_model(tmp_path / "model", layers=3))
     with pytest.raises(ConfigError, match="made for a model with num_layers = 3, this one has 2: .* with scorer$"):
-        KVpopCache(model, "kvpop", scorer=other)
+        KVpopCache(model, "kvpop", scorer=other_scorer)
     assert KVpopCache(model, "kvpop", scorer=fitting).policy.retention.budget == 64  # a Path is accepted too
     with pytest.raises(ConfigError, match="needs a scorer of kind 'dms', .* holds 'mlstm': use policy kvpop"):
         KVpopCache(model, "dms", scorer=fitting)
 
 
-def small(kind, **more):
+def small(kind, **keys):
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
     sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
-    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | more))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | keys))
 
 
 @pytest.mark.parametrize(
-    "kind, more, message",
+    "kind, keys, message",
     [
         ("mistral", {"sliding_window": 64}, "layers other than full attention"),
         ("gemma2", {}, "logit soft-capping in attention"),
@@ -100,9 +98,9 @@ def small(kind, **more):
         ("nemotron", {}, "layers that hand no further arguments on to their attention"),
     ],
 )
-def test_models(kind, more, message):
+def test_models(kind, keys, message):
     with pytest.raises(ConfigError, match=f"fixed-size cache cannot serve {kind}, a model with .*{message}"):
-        KVpopCache(small(kind, **more), **STREAMING)
+        KVpopCache(small(kind, **keys), **STREAMING)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma", "phi3", "olmo2", "mixtral", "granite"])
@@ -147,7 +145,7 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     kind = type(model.get_decoder().layers[0])
     forward = kind.forward
     cache = KVpopCache(model, **STREAMING)
-    monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **more: forward(self, hidden, **more))
+    monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **options: forward(self, hidden, **options))
     with pytest.raises(
         TypeError, match="nor with one, if its layers do not hand keyword arguments on to their attention$"
     ):
@@ -155,13 +153,13 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 
 
-def longrope(kind, **more):
+def longrope(kind, **keys):
     """Return a model whose rotation changes beyond 32 tokens."""
     rope = {"rope_type": "longrope", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     rope |= {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16, "short_mscale": 1.0, "long_mscale": 1.2}
     sizes = {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": rope}
     ids = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
-    return small(kind, **sizes | {"sliding_window": None} | ids | more).eval()
+    return small(kind, **sizes | {"sliding_window": None} | ids | keys).eval()
 
 
 TOWERS = {
@@ -173,11 +171,11 @@ TOWERS["audio_config"] |= {"nemo_conv_channels": 8, "audio_token_id": 62}
 
 
 @pytest.mark.parametrize(
-    "kind, more", [("phi3", {}), ("phimoe", {"num_local_experts": 2}), ("phi4_multimodal", TOWERS)]
+    "kind, keys", [("phi3", {}), ("phimoe", {"num_local_experts": 2}), ("phi4_multimodal", TOWERS)]
 )
-def test_longrope(kind, more):
+def test_longrope(kind, keys):
     """A rotation that changes within the text is refused. Up to there the model is served, and never densely."""
-    model, refused = longrope(kind, **more), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
+    model, refused = longrope(kind, **keys), "rotates keys differently in texts of more than 32 tokens .LongRoPE."
     for options in ({}, {"max_length": 33}):
         with pytest.raises(ConfigError, match=f"^{kind} {refused}, .*: set max_length to at most 32$"):
             KVpopCache(model, **STREAMING, **options)
@@ -330,24 +328,24 @@ def test_another_text(model, protect):
 
     With protected prompts the rest of the text may differ, since it is computed again.
     """
-    cache, other = KVpopCache(model, **STREAMING, protect_prompt=protect), random_prompt(50, seed=1)
+    cache, other_text = KVpopCache(model, **STREAMING, protect_prompt=protect), random_prompt(50, seed=1)
     tokens = PROMPT + generate(model, cache, [PROMPT])[0]
     columns = {None: 37, True: 30, 8: 8}[protect]
-    refused = [other, [PROMPT[0] ^ 1, *tokens[1:], *other]]
+    refused = [other_text, [PROMPT[0] ^ 1, *tokens[1:], *other_text]]
     if protect is None:
-        refused.append([*tokens[:36], tokens[36] ^ 1, *other])
+        refused.append([*tokens[:36], tokens[36] ^ 1, *other_text])
     for text in refused:
         with pytest.raises(
             ValueError, match=f"the text does not begin with the {columns} tokens .* or reset.. the cache"
         ):
             generate(model, cache, [text])
         assert cache.lengths == [37]
-    longer = [*tokens[:columns], *other]
+    longer = [*tokens[:columns], *other_text]
     fresh = KVpopCache(model, **STREAMING, protect_prompt=protect)
     generate(model, fresh, [PROMPT])
     assert generate(model, cache, [longer]) == generate(model, fresh, [longer])
     cache.reset()
-    assert len(generate(model, cache, [other])[0]) == 8
+    assert len(generate(model, cache, [other_text])[0]) == 8
 
 
 def test_pads_are_no_text(model):

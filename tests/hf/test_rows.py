@@ -1,7 +1,5 @@
 """Rows are separate requests, later calls continue the cache, and memory stays constant."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -71,11 +69,11 @@ def turns(model, cache, prompts, cuts, **options):
 def test_two_turns_are_one_prompt(case, policy):
     model, served = case("llama", policy)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    at_once, parts = KVpopCache(model, **served.settings), KVpopCache(model, **served.settings)
+    at_once, chunked = KVpopCache(model, **served.settings), KVpopCache(model, **served.settings)
     expected = generate(model, at_once, prompts)
-    assert turns(model, parts, prompts, (30, 29, 3)) == expected
-    assert all(torch.equal(at_once.held(row), parts.held(row)) for row in range(3))
-    assert parts.lengths == at_once.lengths
+    assert turns(model, chunked, prompts, (30, 29, 3)) == expected
+    assert all(torch.equal(at_once.held(row), chunked.held(row)) for row in range(3))
+    assert chunked.lengths == at_once.lengths
 
 
 def test_chats_in_a_batch(case):
@@ -154,8 +152,8 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
     with torch.no_grad():
         for length in range(1, 5):
             tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
-            more = {"attention_mask": tokens.expand(3, length), "position_ids": tokens} if length > 1 else {}
-            hollow(tokens, past_key_values=cache, **more)
+            inputs = {"attention_mask": tokens.expand(3, length), "position_ids": tokens} if length > 1 else {}
+            hollow(tokens, past_key_values=cache, **inputs)
     assert cache.lengths == [4, 4, 4] and len(steps) == 8
     assert all(positions is steps[0][0] and budgets.shape == (3, 2) for positions, budgets in steps)
 

@@ -1,7 +1,5 @@
 """A KVpopCache that was saved and loaded goes on to the tokens of the cache itself, or is refused in one line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil
@@ -35,11 +33,11 @@ def decode(model, cache, tokens, count=NEW):
 
 def go_on(model, cache, last, texts):
     """Return the tokens of the rest of an answer and of the next turn, and what is held after each."""
-    rest = decode(model, cache, last)
+    continued = decode(model, cache, last)
     retained = [cache.held(row) for row in range(len(texts))]
-    turn = [[*text, *answer, *distinct(20)] for text, answer in zip(texts, rest, strict=True)]
+    turn = [[*text, *answer, *distinct(20)] for text, answer in zip(texts, continued, strict=True)]
     answers = generate(model, cache, turn, new=NEW)
-    return rest, answers, [*retained, *(cache.held(row) for row in range(len(texts)))]
+    return continued, answers, [*retained, *(cache.held(row) for row in range(len(texts)))]
 
 
 def check_saved(model, cache, folder, texts, last, **moved):
@@ -53,8 +51,8 @@ def check_saved(model, cache, folder, texts, last, **moved):
         assert loaded.allocated_bytes() == size
         loaded.save(folder.parent / f"again-{number}")
         assert (folder.parent / f"again-{number}" / TENSORS_NAME).read_bytes() == (folder / TENSORS_NAME).read_bytes()
-        rest, answers, retained = go_on(model, loaded, last, texts)
-        assert (rest, answers) == expected[:2]
+        continued, answers, retained = go_on(model, loaded, last, texts)
+        assert (continued, answers) == expected[:2]
         assert all(map(torch.equal, retained, expected[2]))
     return expected
 
@@ -181,20 +179,20 @@ def test_what_differs_is_named(saved, case, tiny, tmp_path):
             KVpopCache.load(folder, model, **{name: value})
     with pytest.raises(ConfigError, match="was made for a model with model_type = 'qwen3', the model has 'llama'"):
         KVpopCache.load(folder, tiny("llama")[1])
-    other = copy.deepcopy(model)
-    other.config.rope_parameters["rope_theta"] = 500.0
+    model_copy = copy.deepcopy(model)
+    model_copy.config.rope_parameters["rope_theta"] = 500.0
     with pytest.raises(
         ConfigError, match="was made for rotary embeddings with rope_theta = 10000.0, the model has 500.0"
     ):
-        KVpopCache.load(folder, other)
+        KVpopCache.load(folder, model_copy)
     with pytest.raises(ConfigError, match="was saved with a model in float32, the model is in bfloat16"):
         KVpopCache.load(folder, copy.deepcopy(model).to(torch.bfloat16))
-    other = copy.deepcopy(model)
-    other.model.layers[1].mlp.down_proj.weight.data *= 1.5
+    model_copy = copy.deepcopy(model)
+    model_copy.model.layers[1].mlp.down_proj.weight.data *= 1.5
     with pytest.raises(
         ConfigError, match="was saved with a model of other weights: load it with the model that it was saved with"
     ):
-        KVpopCache.load(folder, other)
+        KVpopCache.load(folder, model_copy)
     with pytest.raises(ConfigError, match="Linear is not a causal language model"):
         KVpopCache.load(folder, torch.nn.Linear(2, 2))
     scorer = shutil.copytree(settings["scorer"], tmp_path / "scorer")

@@ -1,7 +1,5 @@
 """Earlier uses of models and caches do not affect later ones."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle
@@ -138,11 +136,11 @@ def test_models_are_copied_pickled_and_forgotten(case):
     model, served = case("qwen3", "kvpop")
     expected = generate(model, KVpopCache(model, **served.settings), PROMPTS)
     for copied in (lambda: pickle.loads(pickle.dumps(model)), lambda: copy.deepcopy(model)):
-        other = copied()
-        assert generate(other, KVpopCache(other, **served.settings), PROMPTS) == expected
-        decoder, forward = weakref.ref(other.get_decoder()), other.get_decoder().forward
+        copied_model = copied()
+        assert generate(copied_model, KVpopCache(copied_model, **served.settings), PROMPTS) == expected
+        decoder, forward = weakref.ref(copied_model.get_decoder()), copied_model.get_decoder().forward
         gc.disable()
-        del other
+        del copied_model
         assert forward(torch.tensor(PROMPTS[:1])).last_hidden_state.shape[:2] == (1, 70)
         del forward
         gone = decoder() is None
@@ -179,8 +177,8 @@ def test_threads_take_turns(case):
         answer.extend(generate(model, KVpopCache(model, **served.settings), PROMPTS))
 
     handle = model.get_decoder().layers[1].register_forward_pre_hook(wait)
-    other = threading.Thread(target=ask, args=[tokens])
-    other.start()
+    thread = threading.Thread(target=ask, args=[tokens])
+    thread.start()
     try:
         assert inside.wait(20)
         for cache in (KVpopCache(model, **served.settings), None):
@@ -189,13 +187,13 @@ def test_threads_take_turns(case):
             assert cache is None or cache.lengths == []
     finally:
         go.set()
-        other.join()
+        thread.join()
         handle.remove()
     assert tokens == expected == generate(model, KVpopCache(model, **served.settings), PROMPTS)
     interrupt(model, 1, KVpopCache(model, **served.settings))
-    other = threading.Thread(target=ask, args=[after])
-    other.start()
-    other.join()
+    thread = threading.Thread(target=ask, args=[after])
+    thread.start()
+    thread.join()
     assert after == expected, "the pass that was interrupted here is not running"
 
 

@@ -3,8 +3,6 @@
 tests/kernels/test_triton_interpreted runs this module in the process that it starts.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
@@ -39,7 +37,7 @@ class TestGenerate:
             cache = KVpopCache(model, **served.settings | settings)
             turns = [generate(model, cache, prompts, new=2)]
             if len(prompts) > 1:
-                longer = [prompt + more + [1] for prompt, more in zip(prompts, turns[0], strict=True)]
+                longer = [prompt + answer + [1] for prompt, answer in zip(prompts, turns[0], strict=True)]
                 turns.append(generate(model, cache, longer, new=1))
             return turns, [cache.held(row).tolist() for row in range(len(prompts))]
 

@@ -19,8 +19,8 @@ def modules() -> dict[str, Path]:
     sources = {}
     for folder, prefix in ((ROOT / PACKAGE, PACKAGE), (ROOT / "triton_kernels", f"{PACKAGE}.kernels.triton")):
         for file in folder.rglob("*.py"):
-            parts = file.relative_to(folder).with_suffix("").parts
-            sources[".".join([prefix, *(part for part in parts if part != "__init__")])] = file
+            names = file.relative_to(folder).with_suffix("").parts
+            sources[".".join([prefix, *(part for part in names if part != "__init__")])] = file
     return sources
 
 
@@ -28,8 +28,8 @@ def imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[str]:
     """Yield the names that a module imports anywhere but under ``if TYPE_CHECKING``, ``from a import b`` as ``a.b``."""
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            for other in node.orelse:
-                yield from imports(other, module, is_package)
+            for statement in node.orelse:
+                yield from imports(statement, module, is_package)
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -59,11 +59,11 @@ def circles(graph: dict[str, set[str]]) -> set[frozenset[str]]:
     """Return the sets of modules that all import each other, directly or not."""
 
     def imported(start: str) -> set[str]:
-        reached, rest = set(), [start]
-        while rest:
-            new = graph[rest.pop()] - reached
+        reached, queue = set(), [start]
+        while queue:
+            new = graph[queue.pop()] - reached
             reached |= new
-            rest += new
+            queue += new
         return reached
 
     after = {node: imported(node) for node in graph}

@@ -1,7 +1,5 @@
 """Docstrings begin with what they are about."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

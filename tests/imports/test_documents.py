@@ -1,7 +1,5 @@
 """Documents keep to their lengths, and what they refer to exists."""
 
-from __future__ import annotations
-
 import ast
 import re
 from datetime import date

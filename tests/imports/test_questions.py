@@ -1,7 +1,5 @@
 """Six questions of a newcomer are answered from README within two links, and what the answers say is so."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

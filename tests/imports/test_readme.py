@@ -1,7 +1,5 @@
 """README keeps to its limits, and what it names, shows and claims exists."""
 
-from __future__ import annotations
-
 import ast
 import csv
 import json

@@ -1,7 +1,5 @@
 """The wheel holds the package, the inspect page, the Triton kernels and the entry points, and nothing else of the repository."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

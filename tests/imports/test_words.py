@@ -1,7 +1,5 @@
 """Names that are bare function words, words of prose, and patterns of documents only get fewer."""
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Fixtures of kernel tests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.served import INTERPRETED, ISAS

@@ -1,7 +1,5 @@
 """One KV head of one request by definition, token by token in float64; shares no code with the kernels."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

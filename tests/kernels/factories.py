@@ -1,7 +1,5 @@
 """Inputs for kernel tests: random scorers, poisoned pages, random page tables."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import PageLayout, Pages, cdiv

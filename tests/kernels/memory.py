@@ -1,7 +1,5 @@
 """Peak memory of a function, measured by torch's CPU allocator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile

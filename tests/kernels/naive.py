@@ -1,7 +1,5 @@
 """Training ops by definition, in the dtype of their inputs; shares no code with the kernels."""
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """Requests served under one rule, some after protected prefixes, by any implementation."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -259,7 +257,7 @@ class Problem:
     def long_range(self, pages, r, h, position):
         """Return ``{position: score}`` of the long-range slots after the step at ``position``."""
         rule, since = (
-            replace(self.rule, window=int(self.windows[r])).behind(self.protects(r)),
+            replace(self.rule, window=int(self.windows[r])).after_prefix(self.protects(r)),
             position - self.protects(r),
         )
         row = self.table[r, h, self.layout.state_blocks :].long()

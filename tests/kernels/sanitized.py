@@ -4,8 +4,6 @@ The extension is built with AddressSanitizer and UBSan. The script starts pytest
 there, as a plugin, this module puts that extension in the place of ``kvpop_vllm._C``.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Every C++ op at small shapes, for ``make sanitize``: problems of other tests, in memory without slack."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import os
@@ -59,13 +57,13 @@ def no_slack(monkeypatch):
     """Put gaps between pages, copy chunks into allocations of their own, and use two threads."""
     chunk = ops.prefill_chunk
 
-    def copied(q, k, v, *rest, **options):
-        return chunk(q.clone(), k.clone(), v.clone(), *rest, **options)
+    def copied(q, k, v, *tensors, **options):
+        return chunk(q.clone(), k.clone(), v.clone(), *tensors, **options)
 
     verified = ops.verify_step
 
-    def copied_drafts(q, k, v, *rest, **options):
-        return verified(q.clone(), k.clone(), v.clone(), *rest, **options)
+    def copied_drafts(q, k, v, *tensors, **options):
+        return verified(q.clone(), k.clone(), v.clone(), *tensors, **options)
 
     monkeypatch.setattr(ops, "prefill_chunk", copied)
     monkeypatch.setattr(ops, "verify_step", copied_drafts)

@@ -1,7 +1,5 @@
 """The state that a tail begins with, in every implementation but the reference, against the reference."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.factories import poisoned_pages
@@ -20,16 +18,16 @@ def test_equals_the_reference(impl, case, size, replay):
     p = Problem(case, size=size, protected=(0, 90, 17), replay=replay).prepare()
     pages, blocks = poisoned_pages(p.layout, p.num_blocks), p.prefix_blocks.long()
     pages.k[blocks], pages.v[blocks] = (torch.randn(len(blocks), 2, p.slots, size, generator=p.generator) for _ in "kv")
-    other, before = p.layout.view(pages.raw.clone()), pages.raw.clone()
+    other_pages, before = p.layout.view(pages.raw.clone()), pages.raw.clone()
     p.begin(pages, [0, 1, 2], "reference")
     for _ in range(2):  # the second time changes nothing
-        p.begin(other, [0, 1, 2], use(impl))
+        p.begin(other_pages, [0, 1, 2], use(impl))
     states, words = p.table[1:, 0, : p.layout.state_blocks].long(), p.rule.scorer.state_floats
-    actual, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
+    actual, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other_pages, pages))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     foreign = torch.ones(p.num_blocks, dtype=torch.bool)
     foreign[states.flatten()] = False
-    assert torch.equal(pages.raw[foreign], before[foreign]) and torch.equal(other.raw[foreign], before[foreign])
+    assert torch.equal(pages.raw[foreign], before[foreign]) and torch.equal(other_pages.raw[foreign], before[foreign])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -1,7 +1,5 @@
 """The boundary loss equals its definition: a sort for every sampled query, token by token."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -87,7 +85,7 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
             terms.append((h, rows))
     weights = []
     for h, rows in terms:
-        rho = [y > 0 for g, other in terms if g == h for y, _, _ in other]
+        rho = [y > 0 for g, triples in terms if g == h for y, _, _ in triples]
         keep = sum(rho) / len(rho)
         for y, _, _ in rows:
             share = keep if y > 0 else 1 - keep

@@ -1,7 +1,5 @@
 """The C++ decode step against the reference and against an independent float64 loop."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
@@ -256,10 +254,10 @@ def test_strided_inputs_equal_contiguous_ones(impl):
     dtype = torch.float32 if INTERPRETED else torch.bfloat16
     p = Problem("mlstm-direct-values", dtype=dtype, q_dtype=dtype)
     pages, active, (q, k, v) = served(p, 19)
-    other, packed, values = p.layout.view(pages.raw.clone()), torch.cat([q, k], 1), torch.cat([k, v], 1)
+    twin, packed, values = p.layout.view(pages.raw.clone()), torch.cat([q, k], 1), torch.cat([k, v], 1)
     strided = packed[:, :4], packed[:, 4:], values[:, 2:]
-    expected, got = (p.run(cache, active, [19, 19], *x, impl) for cache, x in ((pages, (q, k, v)), (other, strided)))
-    assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1]) and torch.equal(pages.raw, other.raw)
+    expected, got = (p.run(cache, active, [19, 19], *x, impl) for cache, x in ((pages, (q, k, v)), (twin, strided)))
+    assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1]) and torch.equal(pages.raw, twin.raw)
 
 
 def test_packed_rules_die_with_their_rule():

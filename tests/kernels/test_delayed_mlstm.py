@@ -1,7 +1,5 @@
 """The chunkwise mLSTM and its gradients against its recurrence in float64, by the reference or by Triton."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,8 +102,8 @@ def test_continues_from_a_state():
 
 
 def test_large_gates_stay_finite():
-    *rest, igate, fgate = inputs(50, dtype=torch.float32)
-    leaves = [t.requires_grad_() for t in (*rest, 40 * igate, 40 * fgate)]
+    *projections, igate, fgate = inputs(50, dtype=torch.float32)
+    leaves = [t.requires_grad_() for t in (*projections, 40 * igate, 40 * fgate)]
     h, state = ops.delayed_mlstm(*leaves, delay=3, chunk=16, impl=IMPL)
     assert all(t.isfinite().all() for t in (h, *state, *torch.autograd.grad(h.sum(), leaves)))
 

@@ -1,7 +1,5 @@
 """Heads that divide a layer's slots by votes: a naive division gives the same, and no page is shared."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

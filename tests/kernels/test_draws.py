@@ -1,7 +1,5 @@
 """Random eviction: draws follow their definition in integers, and any cut retains the same tokens."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

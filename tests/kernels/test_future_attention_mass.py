@@ -1,7 +1,5 @@
 """Future attention mass against column sums of the attention matrix in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

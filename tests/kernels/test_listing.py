@@ -1,7 +1,5 @@
 """One name per op everywhere: schema, reference, fast implementations and tests."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import types

@@ -1,7 +1,5 @@
 """Training ops take memory that is linear in the length, also what C++ allocates itself."""
 
-from __future__ import annotations
-
 import math
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Triton's kernels are interpreted (test_triton_interpreted).
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Byte layout of the pages."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

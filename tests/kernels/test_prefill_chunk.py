@@ -1,7 +1,5 @@
 """Whole requests in chunks and decode steps equal a float64 loop, for any cut and any protected prefix."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 
@@ -255,9 +253,9 @@ def test_chunks_change_nothing_token_by_token(case, impl):
         pool = Pool(p)
         pool.chunk(0, 20, ISAS[0])
         runs.append((pool.serve(chunks, impl), pool.pages.raw))
-    (first, pages), *rest = runs
-    assert all(torch.equal(pages, raw) and torch.equal(first.out, other.out) for other, raw in rest)
-    assert all(torch.equal(first.lse, other.lse) for other, _ in rest)
+    (first, pages), *other_runs = runs
+    assert all(torch.equal(pages, raw) and torch.equal(first.out, run.out) for run, raw in other_runs)
+    assert all(torch.equal(first.lse, run.lse) for run, _ in other_runs)
     check_same(first, serve(p, DECODE).after(20))
 
 
@@ -275,9 +273,9 @@ TOGETHER = [{0: 26, 1: 40, 2: 7, 3: 30}, {0: 1, 2: 30, 3: 9}, {0: 40, 1: 27, 2: 
 )
 def test_requests_are_prefilled_together(case, impl, request):
     """Chunks of requests with their own prefixes, budgets by head and windows equal the decode steps of each."""
-    kind, *more = case.split(", ")
-    biased = (0, 11, 0, 35) if "biased" in more else ()
-    if "small" in more and impl == "triton":
+    kind, *words = case.split(", ")
+    biased = (0, 11, 0, 35) if "biased" in words else ()
+    if "small" in words and impl == "triton":
         request.getfixturevalue("small")
     options = dict(roles=(2, 5, 20), unequal=True, length=67, replay=9, seed=3, biased=biased)
     p = problem("none" if kind == "draws" else kind, 0, 18, 5, 35, **options)
@@ -286,10 +284,10 @@ def test_requests_are_prefilled_together(case, impl, request):
     pool, outputs = Pool(p), {r: [] for r in range(4)}
     for counts in TOGETHER:
         out, lse = pool.chunks(counts, impl)
-        for r, *parts in zip(counts, out.split([*counts.values()]), lse.split([*counts.values()]), strict=True):
-            outputs[r].append((*parts, pool.retained(r)))
-    for r, parts in outputs.items():
-        outs, lses, retained = zip(*parts, strict=True)
+        for r, *chunks in zip(counts, out.split([*counts.values()]), lse.split([*counts.values()]), strict=True):
+            outputs[r].append((*chunks, pool.retained(r)))
+    for r, chunks in outputs.items():
+        outs, lses, retained = zip(*chunks, strict=True)
         lengths = torch.tensor([len(out) for out in outs]).cumsum(0).tolist()
         served = Served(torch.cat(outs), torch.cat(lses), dict(zip(lengths, retained, strict=True)), torch.zeros(67))
         check_same(served, Pool(p).serve(DECODE, "reference", r))

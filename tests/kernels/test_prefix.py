@@ -1,7 +1,5 @@
 """Protected prefixes in serving kernels, apart from what test_prefill_chunk proves of whole requests."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.problems import decided, problem

@@ -1,7 +1,5 @@
 """Regions of unequal heads: each page has its own, in the request's first blocks; results are unchanged."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

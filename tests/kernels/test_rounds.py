@@ -1,7 +1,5 @@
 """Rounds: when they are due, chunks cut there, and both rankings of tokens that are easy to judge."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -49,7 +47,7 @@ def test_a_chunk_is_cut_where_rounds_are_due():
     assert cuts(equal, 0, 100) == [40, 60, 80, 100] and cuts(equal, 45, 101) == [60, 80, 100, 101]
     assert cuts(equal, 60, 61) == [61]
     protected = layer_rounds(64, 48, (48, 48), 2, 6, 1000)
-    assert cuts(protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+    assert cuts(protected, 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots after the prefix"
 
 
 def test_unequal_heads_have_rounds_by_their_own_slots():

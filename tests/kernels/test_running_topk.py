@@ -1,7 +1,5 @@
 """Ranks and cutoffs against a sort for every query, and against the simulation of evictions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -104,7 +102,7 @@ class TestTriton:
 
         grids = []
         monkeypatch.setattr(
-            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **more: grids.append(grid)
+            InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: grids.append(grid)
         )
         module.kth_smallest(*torch.ones(3, 1, length, dtype=torch.int32))
         assert len(grids) == launches and set(grids) == {(1, -(-length // 1024))}

@@ -1,7 +1,5 @@
 """`make sanitize` passes, its library is sanitized, and it fails where sanitizers are not available."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Attention under the running top-k mask, and its gradients, against a masked softmax in float64."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -146,7 +144,9 @@ class TestTriton:
         listings, keys = [], []
         lists, run = module.key_lists, module._backward_keys.run
         monkeypatch.setattr(module, "key_lists", lambda *args: (listings.append(got[1]) or got for got in lists(*args)))
-        monkeypatch.setattr(module._backward_keys, "run", lambda *args, **more: keys.append(args) or run(*args, **more))
+        monkeypatch.setattr(
+            module._backward_keys, "run", lambda *args, **named: keys.append(args) or run(*args, **named)
+        )
         length, options = 512, dict(sinks=4, window=80, topk=30)
         *tokens, priority = inputs(length, dtype=F32)
         if best == "oldest":  # the first k stay and later ones are seen in the window only
@@ -173,9 +173,9 @@ class TestTriton:
         nodes = [out.grad_fn]
         while "sparse_attention" not in type(nodes[-1]).__name__:
             nodes.append(nodes[-1].next_functions[0][0])
-        parts = vars(nodes[-1]).values()
+        fields = vars(nodes[-1]).values()
         assert nodes[-1].scale == 1.0
-        assert not any(isinstance(value, torch.Tensor) for part in parts for value in (part, *_inside(part)))
+        assert not any(isinstance(value, torch.Tensor) for part in fields for value in (part, *_inside(part)))
 
     def test_what_it_does_not_take_is_refused(self):
         order = torch.zeros(1, 2, 8, dtype=torch.int32)

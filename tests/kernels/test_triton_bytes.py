@@ -1,7 +1,5 @@
 """Bytes that the kernels of a decode step move, counted in Triton's interpreter, and the floors in docs/kernels.md."""
 
-from __future__ import annotations
-
 import re
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Triton kernels compiled for GPUs that need not be present: resources, and torch ops of a decode step."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

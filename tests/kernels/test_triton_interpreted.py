@@ -5,8 +5,6 @@ TRITON_INTERPRET=1 only. The interpreter runs programs one after another and can
 matrices. Races are therefore not found here, and bfloat16 is only compiled (test_triton_compiled).
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

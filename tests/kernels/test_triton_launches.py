@@ -1,7 +1,5 @@
 """Launches of a layer's prefill, with kernels that do nothing, in the process that test_triton_interpreted starts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from kernels.factories import given_scores, poisoned_pages

@@ -1,7 +1,5 @@
 """Triton's prefill under its interpreter, in the process that test_triton_interpreted starts."""
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from dataclasses import replace
@@ -36,7 +34,7 @@ SHAPES = {
     "float16, across a prefix's end": ("linear", [30, 10], 18, dict(dtype=F16, size=64, heads=1)),
     "own decays, one protected token is left": ("gate_scores-ages", [17, 1, 22], 18, dict(roles=SHORT)),
     "mlstm begins with the tail": ("mlstm-norm-skip", [18, 22], 18, dict(replay=9, roles=SHORT, heads=1)),
-    "mlstm behind a prefix, all at once": ("mlstm", [40], 18, dict(replay=9, roles=SHORT, heads=1)),
+    "mlstm after a prefix, all at once": ("mlstm", [40], 18, dict(replay=9, roles=SHORT, heads=1)),
     "mlstm read at once, across": ("mlstm-immediate", [30, 10], 18, dict(roles=SHORT, heads=1)),
     "mean mass, across": ("mass-mean", [16, 5, 2], 18, dict(length=23, roles=SHORT, heads=1)),
     "threshold, from its end on": ("gate_scores-threshold-corrected", [18, 5], 18, dict(length=23, heads=1)),

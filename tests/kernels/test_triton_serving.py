@@ -1,7 +1,5 @@
 """Triton's decode step under its interpreter, in the process that test_triton_interpreted starts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -45,7 +43,7 @@ SERVED = {
     "biases, newest mass, queries wider than the cache": dict(
         case="mass-newest", dtype=F16, q_dtype=torch.float32, biased=BIASED
     ),
-    "biases, mlstm whose state begins behind them": dict(case="mlstm", biased=BIASED),
+    "biases, mlstm whose state begins after them": dict(case="mlstm", biased=BIASED),
     "biases, moments": dict(case="moment-corrected", biased=BIASED),
     "heads of 512": dict(case="mass-newest", dtype=F16, group=4, size=512),
     "sinks, three query heads of 80": dict(case="none", heads=2, group=3, size=80, has_sinks=True),
@@ -189,7 +187,7 @@ class TestDecodeStep:
             {"biased": right.tokens[:1]},
             {"pages": problem(case="none", size=64).layout.view(torch.empty(1, 1, 16 * 520, dtype=torch.uint8))},
         ):
-            rest = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")
+            options = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")
             with pytest.raises(ValueError, match="does not fit 2 requests and their pages"):
-                ops.decode_step(*inputs, pages, p.table, torch.tensor([0, 0]), p.budgets, **rest)
+                ops.decode_step(*inputs, pages, p.table, torch.tensor([0, 0]), p.budgets, **options)
         assert (pages.raw == 255).all()

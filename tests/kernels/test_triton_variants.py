@@ -1,7 +1,5 @@
 """Serving compiles no Triton kernel again for other lengths, under the interpreter (test_triton_interpreted)."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
@@ -14,7 +12,7 @@ from kvpop_vllm.kernels import ops
 CASES = {
     "mlstm": ("mlstm-norm-skip", 0),
     "own decays": ("gate_scores-ages", 0),
-    "behind a prefix": ("key-norm", 18),
+    "after a prefix": ("key-norm", 18),
     "token by token": ("mass-mean", 0),
 }
 WARM_UP = 37, 1, 20, 3
@@ -58,7 +56,7 @@ def variants(monkeypatch):
     def on_gpus(interpreted: InterpretedFunction) -> JITFunction:
         return JITFunction(interpreted.fn, **interpreted.kwargs)
 
-    def decline(*, fn, key: str, **more) -> bool:
+    def decline(*, fn, key: str, **options) -> bool:
         launched.add((fn.name, key))
         return True
 

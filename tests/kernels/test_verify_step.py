@@ -23,29 +23,29 @@ ALONE = ["mass-newest", "mass-mean", "moment", "none-corrected"]
 
 def fork(pool: Pool) -> Pool:
     """Return a pool with the same tokens and a copy of the pages."""
-    other = Pool(pool.p)
-    other.pages.raw.copy_(pool.pages.raw)
-    other.lengths[:] = pool.lengths
-    return other
+    forked = Pool(pool.p)
+    forked.pages.raw.copy_(pool.pages.raw)
+    forked.lengths[:] = pool.lengths
+    return forked
 
 
 def ordinary(pool: Pool, r: int, tokens, impl: str):
     """Return outputs and log-sum-exps of ordinary steps of a request, at these tokens."""
-    other, results = fork(pool), []
+    forked, results = fork(pool), []
     texts, start = [list(x) for x in pool.p.texts], pool.lengths[r]
     for text, token in zip(texts, tokens, strict=True):
         text[r] = torch.cat([text[r][:start], token, text[r][start + len(token) :]])
-    other.p = replace_texts(pool.p, texts)
+    forked.p = replace_texts(pool.p, texts)
     for _ in range(len(tokens[0])):
-        results.append(other.decode([r], impl))
+        results.append(forked.decode([r], impl))
     return tuple(torch.cat(x) for x in zip(*results, strict=True))
 
 
 def replace_texts(p: Problem, texts) -> Problem:
     """Return a problem that differs in its texts alone."""
-    other = object.__new__(Problem)
-    other.__dict__.update(p.__dict__ | {"texts": texts})
-    return other
+    changed = object.__new__(Problem)
+    changed.__dict__.update(p.__dict__ | {"texts": texts})
+    return changed
 
 
 def compare(actual, expected, atol: float) -> None:
@@ -236,21 +236,21 @@ if not INTERPRETED:
         """Accepted drafts are committed before the chunk that follows them, and the others are dropped."""
         p = verified("mlstm")
         for accepted in range(MOST + 1):
-            pool, other = Pool(p), Pool(p)
+            pool, other_pool = Pool(p), Pool(p)
             pool.chunk(0, 22, "cpp")
-            other.chunk(0, 22, "cpp")
+            other_pool.chunk(0, 22, "cpp")
             pool.verify({0: MOST}, "cpp", {0: accepted})
             pool.accept(0, accepted)
-            other.decode([0], "cpp")
+            other_pool.decode([0], "cpp")
             for _ in range(accepted):
-                other.decode([0], "cpp")
+                other_pool.decode([0], "cpp")
             if accepted:
                 with pytest.raises(ops.StepOrderError):
                     fork(pool).chunk(0, 5, "cpp")
             pool.verify({0: -1}, "cpp")
-            same_pages(p, pool, other, pool.staging(0), 0)
-            assert all(map(torch.equal, pool.chunk(0, 5, "cpp"), other.chunk(0, 5, "cpp")))
-            same_pages(p, pool, other, pool.staging(0), 0)
+            same_pages(p, pool, other_pool, pool.staging(0), 0)
+            assert all(map(torch.equal, pool.chunk(0, 5, "cpp"), other_pool.chunk(0, 5, "cpp")))
+            same_pages(p, pool, other_pool, pool.staging(0), 0)
 
     @pytest.mark.parametrize("impl", ["reference", ISAS[-1]])
     @pytest.mark.parametrize("protected", [0, 16])

@@ -9,8 +9,6 @@ what tests look at. For a decode step and a prefill it also records launches and
 and the beginning of a tail the reads of a tensor's values.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -60,7 +58,7 @@ CHUNKS = {
 VERIFIED = dict.fromkeys(FEW, ("mlstm", "mlp"))
 """Cases of verifying steps, of :data:`DRAFTS` drafts."""
 DRAFTS = 3
-BEHIND = "mlstm", "mass-mean"
+TAILS = "mlstm", "mass-mean"
 """Cases that are also prefilled after a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
 OPS = "decode_step", "prefix", "biased", "large", "verify_step", "prefill_chunk", "training"
@@ -330,7 +328,7 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
     elif op == "prefill_chunk":
         for requests in (1, 5):
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests) for case in CHUNKS]
-            notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
+            notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in TAILS]
         notes["begun"].append([begin(steps[0], DTYPES[dtype], size, requests) for requests in (2, 5)])
     elif op == "large":
         for case in steps:
@@ -343,7 +341,7 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
     else:
         if op == "biased":
             for requests in (1, 5):
-                notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
+                notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in TAILS]
         notes["steps"] += [{"op": op, "case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]
     about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
     return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]

@@ -1,7 +1,5 @@
 """Error budgets accept correct rounding in any summation order, and reject small faults."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -55,11 +53,11 @@ def test_any_order_of_sums_is_allowed_and_small_faults_are_not(seed):
 
 def test_budgets_do_not_hang_on_seeds():
     """Budgets from other seeds are between 2/3 and 3/2 of these, so no budget depends on a processor."""
-    attention, other = Attention(), []
+    attention, other_outputs = Attention(), []
     for seed in range(100, 104):
         with DisturbedSums(seed):
-            other.append(attention.run())
-    for budget, eager in zip(attention.budgets(), zip(*other, strict=True), strict=True):
+            other_outputs.append(attention.run())
+    for budget, eager in zip(attention.budgets(), zip(*other_outputs, strict=True), strict=True):
         assert 2 / 3 < ErrorBudget(budget.reference, eager).allowed / budget.allowed < 3 / 2
 
 

@@ -1,7 +1,5 @@
 """The oracle of attention-coupled policies, checked against the whole matrix of attention weights."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -70,16 +68,16 @@ def test_forced_sets_are_judged_and_checked(how):
     visible, margins, _, lost = retained_by_attention(query, key, value, how, **SHAPE)
     head, q = (int(i) for i in (margins == margins.min()).nonzero()[0])
     bias = [(head, int(lost[head, q]), 2 * float(margins.min()))]
-    other, _, _, _ = retained_by_attention(query, key, value, how, **SHAPE, bias=bias)
-    assert not torch.equal(other[head, q], visible[head, q]) and torch.equal(other[:, :q], visible[:, :q])
-    forced, judged, _, _ = retained_by_attention(query, key, value, how, **SHAPE, forced=other)
-    assert torch.equal(forced, other)
+    nudged, _, _, _ = retained_by_attention(query, key, value, how, **SHAPE, bias=bias)
+    assert not torch.equal(nudged[head, q], visible[head, q]) and torch.equal(nudged[:, :q], visible[:, :q])
+    forced, judged, _, _ = retained_by_attention(query, key, value, how, **SHAPE, forced=nudged)
+    assert torch.equal(forced, nudged)
     assert float(judged[head, q]) == pytest.approx(-float(margins.min()), rel=1e-6)
-    other[head, q, q] = False
+    nudged[head, q, q] = False
     with pytest.raises(ValueError, match=f"head {head}, query {q}"):
-        retained_by_attention(query, key, value, how, **SHAPE, forced=other)
+        retained_by_attention(query, key, value, how, **SHAPE, forced=nudged)
     with pytest.raises(ValueError, match="tokens are lost, 1 must be"):
-        retained_by_attention(query, key, value, how, **SHAPE, forced=torch.ones_like(other).tril())
+        retained_by_attention(query, key, value, how, **SHAPE, forced=torch.ones_like(nudged).tril())
 
 
 def test_corrected_attention():

@@ -1,7 +1,5 @@
 """The oracle, checked from first principles because everything else is compared with it."""
 
-from __future__ import annotations
-
 import math
 from types import MethodType
 
@@ -135,8 +133,8 @@ def test_margins_judge_given_sets():
     margins = decision_margins(sets, scores, decay, *rule)
     assert (margins[:, :24] == math.inf).all() and np.isfinite(margins[:, 24:]).all()
     assert (margins >= 0).all()
-    other = decision_margins(retained_sets(-scores, decay, *rule), scores, decay, *rule)
-    assert (other < 0).any(), "sets made from other scores were judged right"
+    negated = decision_margins(retained_sets(-scores, decay, *rule), scores, decay, *rule)
+    assert (negated < 0).any(), "sets made from other scores were judged right"
 
 
 @pytest.mark.parametrize("damage", ["returned", "lost", "sink", "future"])
@@ -171,8 +169,8 @@ def readout_by_definition(scorer, head, x, values, u, q):
     config = scorer["config"]
 
     def phi(a):
-        parts = [a, -a] if config["feature_map"] == "hedgehog" else [a]
-        return np.concatenate([np.exp(part) / np.exp(part).sum() for part in parts])
+        features = [a, -a] if config["feature_map"] == "hedgehog" else [a]
+        return np.concatenate([np.exp(part) / np.exp(part).sum() for part in features])
 
     def gate(name, row):
         a, c = row @ p[f"{name}.weight"] + p[f"{name}.bias"], config["gate_softcap"]

@@ -1,7 +1,5 @@
 """The oracle of protected prompts, checked from first principles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -54,12 +52,12 @@ def test_a_state_begins_with_the_last_tokens_of_the_prefix(model, tmp_path, repl
     scores = raw_scores(scorer, 0, key, value, 6, begins=begins)
     assert scores[:, :begins].isnan().all() and scores[:, 64 : LENGTH - 6].isfinite().all()
     later = raw_scores(scorer, 0, key[:, begins:], value[:, begins:], 6)
-    rest = later[:, : LENGTH - 6 - begins]
-    torch.testing.assert_close(scores[:, begins : LENGTH - 6], rest, rtol=0, atol=1e-12)
+    remaining = later[:, : LENGTH - 6 - begins]
+    torch.testing.assert_close(scores[:, begins : LENGTH - 6], remaining, rtol=0, atol=1e-12)
     for changed in {max(0, begins - 1), begins}:
-        other = key.clone()
-        other[:, changed] += 1.0
-        same = torch.equal(raw_scores(scorer, 0, other, value, 6, begins=begins)[:, 66:84], scores[:, 66:84])
+        other_key = key.clone()
+        other_key[:, changed] += 1.0
+        same = torch.equal(raw_scores(scorer, 0, other_key, value, 6, begins=begins)[:, 66:84], scores[:, 66:84])
         assert same == (changed < begins)
 
 

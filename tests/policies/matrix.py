@@ -1,7 +1,5 @@
 """One row for every policy, as the oracle describes it, for the tests of the product and of engines."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import dataclass, field, replace

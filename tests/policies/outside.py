@@ -1,7 +1,5 @@
 """An installed distribution that provides policies, like another package."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Iterator

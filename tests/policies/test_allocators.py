@@ -1,7 +1,5 @@
 """Allocators compared with their papers, and refusals."""
 
-from __future__ import annotations
-
 import functools
 import json
 import pickle
@@ -77,10 +75,10 @@ def test_another_allocator_takes_no_window_of_a_calibration(tmp_path, name, allo
     )
     calibrated = matrix.made(name, 516, shape, calibration=str(folder))
     assert calibrated.retention.window == (516 - calibrated.retention.sinks) // 16 and calibrated.unequal
-    other = matrix.made(name, 516, shape, calibration=str(folder), allocator=allocator)
-    assert other.retention == expected and other.retention.window != calibrated.retention.window
-    assert other.retention_of(300) == matrix.made(name, 300, shape, allocator=allocator, **plain).retention
-    assert other.allocator == allocator and other.unequal == (allocator == "pyramid")
+    with_shares = matrix.made(name, 516, shape, calibration=str(folder), allocator=allocator)
+    assert with_shares.retention == expected and with_shares.retention.window != calibrated.retention.window
+    assert with_shares.retention_of(300) == matrix.made(name, 300, shape, allocator=allocator, **plain).retention
+    assert with_shares.allocator == allocator and with_shares.unequal == (allocator == "pyramid")
 
 
 def test_a_scorers_shares_hold_in_every_rank(tmp_path):
@@ -94,11 +92,11 @@ def test_a_scorers_shares_hold_in_every_rank(tmp_path):
     assert policy.allocator == "the scorer's shares" and not (policy.shares() == 24).all()
     policy.check_ranks(2)
     uniform = matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"), allocator="uniform")
-    parts = shards_of(layers_of_stages(shape.num_layers, 2), shape.num_kv_heads, 2)
-    assert uniform.division(parts) is None
-    division, table = policy.division(parts), policy.shares().tolist()
-    assert division == pickle.loads(pickle.dumps(division)) and hash(division) == hash(policy.division(parts))
-    for shares, part in zip(division.shares(24, policy.retention.window), parts, strict=True):
+    shards = shards_of(layers_of_stages(shape.num_layers, 2), shape.num_kv_heads, 2)
+    assert uniform.division(shards) is None
+    division, table = policy.division(shards), policy.shares().tolist()
+    assert division == pickle.loads(pickle.dumps(division)) and hash(division) == hash(policy.division(shards))
+    for shares, part in zip(division.shares(24, policy.retention.window), shards, strict=True):
         layers = table[slice(*part.layers)]
         assert [list(layer) for layer in shares.budgets] == [layer[slice(*part.heads)] for layer in layers]
         assert shares.first == part.layers[0]

@@ -1,30 +1,23 @@
 """Slots that are made of a prompt at its end equal those of a naive fit in float64, and so does attention to them."""
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np
 import pytest
 import torch
 from policies.matrix import made
-from threads import one_thread
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import oracle_matching
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 HEADS, GROUP, SIZE, BUDGET, WINDOW, MORE = 2, 2, 16, 40, 12, 50
 SCALE = SIZE**-0.5
 PROMPTS = [1, WINDOW - 1, WINDOW, WINDOW + 1, BUDGET - 1, BUDGET, BUDGET + 1, 70, 110]
 MODEL = ModelShape("llama", 2, HEADS, SIZE, 1024, num_heads=HEADS * GROUP)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def policy(**settings):
@@ -55,9 +48,7 @@ def run(prompt: int, counts, policy=policy, impl: str = "auto", rows: int = 1, s
     )
     layer = LayerRows(policy().rule(0, slice(0, HEADS)), BUDGET, k, SCALE, protected=prompt)
     layer.attention.impl = impl
-    outs = [
-        layer.append(*parts, sink_logits=sinks) for parts in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)
-    ]
+    outs = [layer.append(*qkv, sink_logits=sinks) for qkv in zip(*(x.split(counts, 2) for x in (q, k, v)), strict=True)]
     return layer, torch.cat(outs, 2)
 
 

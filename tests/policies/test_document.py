@@ -1,7 +1,5 @@
 """The policy in docs/adding_a_policy.md is a package that works, and keeps what a sort keeps."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tests of policies from other packages."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """An identity of each training-free policy, from its paper or definition, in reference and C++ kernels."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policies.matrix import made

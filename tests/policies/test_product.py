@@ -24,7 +24,6 @@ from policies.matrix import (
     random_statistics_folder,
     shared_by,
 )
-from threads import one_thread
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
@@ -41,6 +40,8 @@ from kvpop_vllm.testing import (
     write_tiny_model,
 )
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
 BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
@@ -50,12 +51,6 @@ NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and no
 """Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
 ALLOCATED = [*(name for name in ALLOCATORS if name != "ada"), str(SHARES)]
 COMBINATIONS = list(itertools.product(NAMES, ALLOCATED, CORRECTIONS))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def test_every_policy_has_a_row():
@@ -331,14 +326,14 @@ def compare(tested, expected, empty, logged, has_sinks=False):
         if gate is not None:
             k, v = (x.transpose(0, 1) for x in (layer_tokens.k, layer_tokens.v))
             gate_scores = gate(Signals(layer_tokens.hidden, k, v, layer_tokens.channel.T)).detach()
-        parts = []
+        pieces = []
         logged.clear()
         for chunk in CHUNKS:
             cut = slice(rows.tokens_seen, rows.tokens_seen + chunk)
             scores = None if gate_scores is None else gate_scores[None, cut]
-            parts.append(
+            pieces.append(
                 rows.append(*(x[None, :, cut] for x in layer_tokens[:3]), scores, sinks_of(layer, has_sinks))[0]
             )
             assert torch.equal(rows.held_by_rows()[0], visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
-        assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
+        assert_within_budget(torch.cat(pieces, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
         assert_within_budget(torch.cat(logged), *masses, name=f"layer {layer} lse")

@@ -1,7 +1,5 @@
 """The rule of some heads of a layer, as a tensor-parallel rank asks for it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policies.matrix import SMALL, made
@@ -53,14 +51,14 @@ def tensors(rule) -> dict[str, torch.Tensor]:
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
 
-@pytest.mark.parametrize("parts", [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]])
-def test_ranks_together_have_every_head_once_and_in_order(policy, parts):
+@pytest.mark.parametrize("ranks", [[(0, 2), (2, 4)], [(0, 1), (1, 2), (2, 3), (3, 4)], [(0, 3), (3, 4)]])
+def test_ranks_together_have_every_head_once_and_in_order(policy, ranks):
     unsharded = policy.rule(1, slice(0, HEADS))
-    rules = [policy.rule(1, slice(*part)) for part in parts]
+    rules = [policy.rule(1, slice(*part)) for part in ranks]
     assert {len(tensor) for tensor in tensors(unsharded).values()} == {HEADS}
     for name, tensor in tensors(unsharded).items():
         slices = [tensors(rule)[name] for rule in rules]
-        assert [len(tensor_slice) for tensor_slice in slices] == [last - first for first, last in parts], name
+        assert [len(tensor_slice) for tensor_slice in slices] == [last - first for first, last in ranks], name
         assert torch.equal(torch.cat(slices), tensor), name
         distinct = name != "log_gamma" or policy.scorer_kind is not None
         assert not distinct or not torch.equal(tensor[:1], tensor[1:2]), f"{name}: heads must differ to be told apart"

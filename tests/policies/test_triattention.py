@@ -1,7 +1,5 @@
 """TriAttention: statistics of queries, their files, and values that the authors' code computed."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -11,7 +9,6 @@ import torch
 from policies.matrix import ROPE, random_statistics_folder
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from threads import one_thread
 from transformers import LlamaConfig, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -28,6 +25,8 @@ from kvpop_vllm.testing.models import write_smollm3, write_tiny_model
 from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 from kvpop_vllm.testing.oracle_statistics import read_query_statistics
 
+pytestmark = pytest.mark.usefixtures("few_threads")
+
 AUTHORS = Path(__file__).parents[1] / "data" / "triattention.safetensors"
 """Values of the authors' code; the repository and its commit are in the file's metadata.
 
@@ -37,12 +36,6 @@ the rotated keys after 700 tokens, and the 40 of them that each KV head keeps ``
 """
 SEEN = 700
 SHAPE = ModelShape("llama", 2, 2, 32, 4096, num_heads=4, rope=ROPE)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def policy(folder: Path, shape: ModelShape = SHAPE) -> TriAttention:
@@ -176,7 +169,6 @@ def test_statistics_are_those_of_queries_before_the_rotation(tmp_path, kind):
         torch.testing.assert_close(statistics.mean[i], q.mean(0), atol=1e-5, rtol=1e-4)
         norms = q.abs() if i in unrotated else q.unflatten(-1, (2, 16)).norm(dim=-2)
         torch.testing.assert_close(statistics.norm[i], norms.mean(0), atol=1e-5, rtol=1e-4)
-        assert 0 <= float(statistics.concentration(i).min()) <= float(statistics.concentration(i).max()) <= 1
 
 
 def changed_rope(folder: Path, **rope) -> Path:

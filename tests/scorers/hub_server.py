@@ -1,7 +1,5 @@
 """A hub of repositories on this machine, for ``HF_ENDPOINT``."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -6,8 +6,6 @@ which ``Llama-3.2-1B-DMS-8x`` is a checkpoint. IndexMem: ``Chooovy/kvpress`` (``
 ``save_scorer_checkpoint``, ``RetentionScorer``), of which ``marcusguhao/IndexMem-Qwen3-4B`` is a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from unittest import mock

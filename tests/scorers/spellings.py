@@ -6,8 +6,6 @@ Four spellings take their names from public code: ``xlstm`` 2.0.6 (``blocks/mlst
 ``f_proj``, ``g_norm``; ``layers/linear_attn.py``: ``feature_map``).
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable
@@ -67,10 +65,10 @@ class Spelling:
     exact: bool = True
 
 
-def named(kind: str = "qwen3kvpop", architecture: str = "Qwen3KVpopForCausalLM", **more) -> dict:
+def named(kind: str = "qwen3kvpop", architecture: str = "Qwen3KVpopForCausalLM", **keys) -> dict:
     """Return the names in a config, with code that must not run."""
     code = {"AutoConfig": "configuration_qwen3kvpop.Config", "AutoModelForCausalLM": "modeling_qwen3kvpop.Model"}
-    return {"model_type": kind, "architectures": [architecture], "auto_map": code, **more}
+    return {"model_type": kind, "architectures": [architecture], "auto_map": code, **keys}
 
 
 def flat(weight: torch.Tensor) -> torch.Tensor:

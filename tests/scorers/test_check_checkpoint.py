@@ -1,7 +1,5 @@
 """``kvpop check-checkpoint``: a wrong reading of the reasoner's scorer shows."""
 
-from __future__ import annotations
-
 import copy
 import json
 import re
@@ -47,8 +45,8 @@ def test_exchanged_halves_and_exchanged_gates_show(reasoner, tmp_path, capsys):
     kvpop_map = json.loads(right.read_text())
     gates, halves = copy.deepcopy(kvpop_map), copy.deepcopy(kvpop_map)
     for end in ("", " bias"):
-        for one, other in (("input gate", "forget gate"), ("forget gate", "input gate")):
-            gates["pieces"][one + end] = kvpop_map["pieces"][other + end]
+        for gate, other_gate in (("input gate", "forget gate"), ("forget gate", "input gate")):
+            gates["pieces"][gate + end] = kvpop_map["pieces"][other_gate + end]
     halves["formula"]["inputs"] = "value key"
     maps = {"right": kvpop_map, "gates": gates, "halves": halves}
     for name, content in maps.items():

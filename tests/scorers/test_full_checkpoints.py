@@ -1,7 +1,5 @@
 """Full checkpoints of other authors: what is read, served and refused, and that none of their code runs."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -93,8 +91,8 @@ def at(name: str, change):
     name = f"model.layers.1.self_attn.kvpop_mlstm.{name}"
 
     def changed(tensors):
-        rest = {other: tensor for other, tensor in tensors.items() if other != name}
-        return rest if change is None else rest | {name: change(tensors[name]).contiguous()}
+        remaining = {tensor_name: tensor for tensor_name, tensor in tensors.items() if tensor_name != name}
+        return remaining if change is None else remaining | {name: change(tensors[name]).contiguous()}
 
     return changed
 

@@ -1,7 +1,5 @@
 """Names of the hub where a folder is taken, over a laid-out cache and over a server on this machine."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Published gates of KVzap: files of kvpress's own class (tests/data/kvzap.py) are read as they are, or refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

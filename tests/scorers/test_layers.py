@@ -1,7 +1,5 @@
 """Scorers of models of which a policy acts on some layers only."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`kvpop import` of folders as the authors of TRIM-KV and DMS publish them, and of every wrong folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """No code in a published checkpoint's folder runs, by any command that takes the folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

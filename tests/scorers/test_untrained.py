@@ -1,7 +1,5 @@
 """Scorers before training: projections near the identity, zero output, hence a sliding window."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """A headless Chromium, driven by Selenium, that reaches this machine alone."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Take the picture of the inspect page in docs/operating.md: ``python tests/server/inspect_picture.py docs/inspect.png``."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

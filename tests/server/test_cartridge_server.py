@@ -1,7 +1,5 @@
 """A real server with cartridges, called by the openai client: names, usage, loading, unloading, refusals."""
 
-from __future__ import annotations
-
 import threading
 import time
 from pathlib import Path
@@ -13,7 +11,8 @@ import torch
 from serving import Server
 from transformers import AutoTokenizer
 
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, write_cartridge
 from kvpop_vllm.compaction.prompt_place import place_of
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
@@ -74,8 +73,8 @@ def test_a_cartridge_is_named_as_a_model_or_in_the_request(served):
     assert same.choices[0].message.content == one.choices[0].message.content and same.model == "base"
     one_and_second = ask(client, "base", extra_body={"vllm_xargs": {"kv_cartridges": ["one", "second"]}})
     assert one_and_second.usage.prompt_tokens_details.cached_tokens == 2 * SLOTS
-    parts = [event.choices[0].delta.content or "" for event in ask(client, "one", stream=True) if event.choices]
-    assert "".join(parts) == one.choices[0].message.content
+    deltas = [event.choices[0].delta.content or "" for event in ask(client, "one", stream=True) if event.choices]
+    assert "".join(deltas) == one.choices[0].message.content
     echo = client.completions.create(model="one", prompt="Once upon", max_tokens=4, temperature=0, echo=True)
     assert echo.choices[0].text.startswith("Once upon") and echo.choices[0].text.count("Once") == 1
 

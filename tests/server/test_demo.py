@@ -1,7 +1,5 @@
 """`make demo` prints right figures and ends its server."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

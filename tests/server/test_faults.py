@@ -1,7 +1,5 @@
 """A process of a real server is killed amid requests: they end with an error, the server ends, the next one is clean."""
 
-from __future__ import annotations
-
 import json
 import math
 import time

@@ -1,7 +1,5 @@
 """The inspect page of a real server, in a real browser: live table, shades, sliders, and whom it refuses."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import time

@@ -1,7 +1,5 @@
 """The command that serves Qwen3-8B with NVIDIA's published gates, with small folders under these names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import httpx

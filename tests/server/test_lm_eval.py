@@ -1,7 +1,5 @@
 """lm-eval's two ways to a policy, as `examples/lm_eval/README.md` gives them, end to end with the demo model."""
 
-from __future__ import annotations
-
 import json
 import os
 import runpy

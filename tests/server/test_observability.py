@@ -1,7 +1,5 @@
 """The board of examples/observability: a real Prometheus scrapes a real server, and every query returns its data."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json
@@ -34,8 +32,8 @@ VIEWS = {"minutes": ("15s", "20s"), "weeks": ("3600s", "3602s")}
 """``$__interval`` and ``$__rate_interval`` of a view of some minutes, and of one whose every rate spans the whole test."""
 
 
-def config(*parts: str) -> dict:
-    return yaml.safe_load(EXAMPLE.joinpath(*parts).read_text())
+def config(*names: str) -> dict:
+    return yaml.safe_load(EXAMPLE.joinpath(*names).read_text())
 
 
 def binary(name: str) -> str:
@@ -329,12 +327,12 @@ def test_grafana_knows_every_key():
 def lost(original, parsed, path: str = "") -> list[str]:
     """Return the paths of what is in ``there`` and not, or differently, in ``kept``, which may have more keys."""
     if isinstance(original, dict) and isinstance(parsed, dict):
-        parts = [(f"{path}.{key}", value, parsed.get(key)) for key, value in original.items()]
+        values = [(f"{path}.{key}", value, parsed.get(key)) for key, value in original.items()]
     elif isinstance(original, list) and isinstance(parsed, list) and len(original) == len(parsed):
-        parts = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(original, parsed, strict=True))]
+        values = [(f"{path}[{i}]", *pair) for i, pair in enumerate(zip(original, parsed, strict=True))]
     else:
         return [] if original == parsed else [path]
-    return [lost_path for name, old, new in parts for lost_path in lost(old, new, name)]
+    return [lost_path for name, old, new in values for lost_path in lost(old, new, name)]
 
 
 def test_panels_have_their_place_and_the_chosen_data_source():

@@ -1,7 +1,5 @@
 """``vllm serve FOLDER --kv-policy kvpop`` on a full checkpoint of other authors, with one and with two API servers."""
 
-from __future__ import annotations
-
 import httpx
 import pytest
 from engine.test_published_checkpoint import check_equal

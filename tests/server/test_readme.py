@@ -3,8 +3,6 @@
 They run in a folder that looks like the checkout and holds a short handbook.txt. The port is a free one.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -3,8 +3,6 @@
 kvpop is compiled, as users run it, and streaming-llm is eager.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -84,8 +82,8 @@ def test_chat_and_streaming_agree(served):
     _, client, _ = served
     chat = ask(client).choices[0].message.content
     assert "4719" in chat
-    parts = [event.choices[0].delta.content or "" for event in ask(client, stream=True) if event.choices]
-    assert "".join(parts) == chat and len(parts) > 2
+    deltas = [event.choices[0].delta.content or "" for event in ask(client, stream=True) if event.choices]
+    assert "".join(deltas) == chat and len(deltas) > 2
 
 
 @pytest.mark.slow

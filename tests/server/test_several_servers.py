@@ -3,8 +3,6 @@
 Every request goes to a chosen API server, over a connection that the process of this API server holds open.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -228,18 +226,18 @@ def nodes_of(model: str, folder: Path, engines: int, options: list[list[str]]) -
     command += ["--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(free_port())]
     nodes, serving = [], []
     try:
-        for i, more in enumerate(options):
+        for i, words in enumerate(options):
             port, start = str(free_port()), ["--data-parallel-start-rank", str(engines * i)] if i else []
             with (folder / f"node {i}").open("w") as log:
                 process = subprocess.Popen(
-                    [*command, "--port", port, *start, *more],
+                    [*command, "--port", port, *start, *words],
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                     env=os.environ | environment(),
                 )
             nodes.append(SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process, answers=False))
-            serving += [] if "--headless" in more else nodes[-1:]
+            serving += [] if "--headless" in words else nodes[-1:]
         deadline = time.monotonic() + 600
         while not all(one.answers for one in serving) and all(one.process.poll() is None for one in serving):
             assert time.monotonic() < deadline, (folder / "node 0").read_text()[-3000:]

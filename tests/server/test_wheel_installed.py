@@ -1,7 +1,5 @@
 """An installed wheel brings the command, the C++ kernels and vLLM's plugin to a folder outside of the repository."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

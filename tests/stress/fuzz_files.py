@@ -6,8 +6,6 @@ reader must return or raise a ConfigError of one line, within --seconds and --gi
 hypothesis prints the smallest damage that it found. A crash of the process is reported with the file that was read.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource
@@ -29,7 +27,8 @@ from hypothesis import strategies as st
 
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.calibration.shares import Calibration, read_calibration
-from kvpop_vllm.compaction.cartridge import CartridgeConfig, base_of, read_cartridge, write_cartridge
+from kvpop_vllm.compaction.base_model import base_of
+from kvpop_vllm.compaction.cartridge import CartridgeConfig, read_cartridge, write_cartridge
 from kvpop_vllm.compaction.compactor_files import CompactorConfig, read_compactor, write_compactor
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_shape import ModelShape
@@ -207,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--files", type=positive, default=10_000, help="damaged files, over all kinds")
     parser.add_argument("--seed", type=int, default=0, help="of the damages")
     parser.add_argument("--seconds", type=positive, default=10, help="most seconds of CPU time for one file")
-    parser.add_argument("--gigabytes", type=positive, default=1, help="most memory beside that of the imports")
+    parser.add_argument("--gigabytes", type=positive, default=1, help="most memory in addition to that of the imports")
     parser.add_argument("--kind", choices=NAMES, help=argparse.SUPPRESS)
     parser.add_argument("--root", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)

@@ -7,8 +7,6 @@ blocks are judged as in tests/engine. Freed blocks are overwritten with NaN. A s
 command that repeats it, and the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import sys

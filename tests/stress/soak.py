@@ -20,8 +20,6 @@ repeat a few hundred texts, since a tokenizer remembers the last ten thousand wo
 Broken promises are printed in one line each, and the exit code is then 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json
@@ -260,8 +258,8 @@ def memory_of(pid: int) -> dict[str, int]:
             text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
         except (psutil.Error, OSError):  # it has ended since
             continue
-        parts = re.findall(r"^(?:Pss_Anon|Pss_Shmem|SwapPss): +(\d+) kB", text, re.MULTILINE)
-        memory[f"{title} {process.pid}"] = 1024 * sum(map(int, parts))
+        sizes = re.findall(r"^(?:Pss_Anon|Pss_Shmem|SwapPss): +(\d+) kB", text, re.MULTILINE)
+        memory[f"{title} {process.pid}"] = 1024 * sum(map(int, sizes))
     return memory
 
 
@@ -287,9 +285,9 @@ def ask(load: dict, body: dict) -> object:
         ServerError: there is no answer.
     """
 
-    def logprobs(more: dict) -> dict:
+    def logprobs(options: dict) -> dict:
         try:
-            reply = httpx.post(f"{load['url']}{path_of(body)}", json=salted | more, timeout=PATIENCE_S, verify=False)
+            reply = httpx.post(f"{load['url']}{path_of(body)}", json=salted | options, timeout=PATIENCE_S, verify=False)
             reply.raise_for_status()
         except httpx.HTTPError as error:
             raise ServerError(f"a canary has no answer: {error!r}") from None
@@ -429,7 +427,7 @@ def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple
     """Send a request and return its outcome, with a detail if it is lost and the answer's tokens if they were asked for."""
     usage = {"stream": True, "stream_options": {"include_usage": True}} if way in ("stream", "cut") else {}
     limit = draw.uniform(0.05, 3) if way == "abort" else PATIENCE_S
-    parts = draw.randint(1, 20) if way == "cut" else None
+    most_events = draw.randint(1, 20) if way == "cut" else None
     try:
         with http.stream("POST", path_of(body), json=body | usage, timeout=limit) as reply:
             if reply.status_code != 200:
@@ -437,7 +435,7 @@ def send(http: httpx.Client, way: str, body: dict, draw: random.Random) -> tuple
             if way == "bad":
                 return "lost", f"{json.dumps(body)[:300]} was not refused", []
             if usage:
-                return *read_stream(reply, body, parts), []
+                return *read_stream(reply, body, most_events), []
             answer = json.loads(reply.read())
             return *finished(answer, body), answer["choices"][0].get("token_ids") or []
     except httpx.TimeoutException as error:
@@ -458,8 +456,8 @@ def refusal(way: str, status: int, text: str) -> tuple[str, str]:
     return "lost", f"status {status}: {' '.join(text.split())[:300]}"
 
 
-def read_stream(reply: httpx.Response, body: dict, parts: int | None) -> tuple[str, str]:
-    """Read a stream, or only its first ``parts``, and return the outcome."""
+def read_stream(reply: httpx.Response, body: dict, most_events: int | None) -> tuple[str, str]:
+    """Read a stream, or only its first ``most_events``, and return the outcome."""
     last = {}
     for line in reply.iter_lines():
         if not line.startswith("data: "):
@@ -469,9 +467,9 @@ def read_stream(reply: httpx.Response, body: dict, parts: int | None) -> tuple[s
         last = json.loads(line.removeprefix("data: "))
         if "error" in last:
             return "lost", f"an error in a stream: {last['error']}"
-        if parts is not None:
-            parts -= 1
-            if parts == 0:
+        if most_events is not None:
+            most_events -= 1
+            if most_events == 0:
                 return "aborted", ""
     return "lost", "a stream ended before its end"
 

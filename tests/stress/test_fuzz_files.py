@@ -1,7 +1,5 @@
 """Damaged files are read or refused in one line, and the fuzzer finds a reader that does neither."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

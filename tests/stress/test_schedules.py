@@ -1,7 +1,5 @@
 """A few random schedules agree with the oracle, and an engine that keeps fewer tokens is found."""
 
-from __future__ import annotations
-
 import pytest
 from stress import schedules
 

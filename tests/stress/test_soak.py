@@ -1,7 +1,5 @@
 """A short soak of a real server keeps its promises, and each promise can be broken."""
 
-from __future__ import annotations
-
 import copy
 import json
 

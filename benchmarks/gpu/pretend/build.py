@@ -1,7 +1,5 @@
 """Builds the pretended H100's libraries from their C sources and from what torch and vLLM look up in them."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from collections import defaultdict

@@ -9,8 +9,6 @@ Every process of a part writes at its end what it has launched and captured; an 
 the host time and the counts of its steps, too. ``PRETEND_RECORDS`` names the folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import importlib.machinery

@@ -1,7 +1,5 @@
 """C++ implementation of ``begin_tail``."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.kernels.cpp.decode_step import packed, tensors_of

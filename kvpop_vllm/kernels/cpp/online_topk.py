@@ -1,7 +1,5 @@
 """C++ implementation of ``online_topk``."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.dispatch import load_extension
 
 _C = load_extension()

@@ -1,7 +1,5 @@
 """C++ implementation of ``prefill_chunk``: the tail's kernel, merged with attention to a protected prefix."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Prefix
@@ -31,10 +29,10 @@ def prefill_chunk(
     check_dtype(k, pages)
     slots, state, packed_rule = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     protects = 0 if prefix is None else int(prefix.tokens[0])
-    inside, parts = min(max(protects - start, 0), len(q)), []
+    inside, outputs = min(max(protects - start, 0), len(q)), []
     if inside:
         among_prefix = _attend(q[:inside], prefix, start, start + inside, scale, True, sink_logits)
-        parts.append(_with_all(among_prefix, q[:inside], prefix, start, scale))
+        outputs.append(_with_all(among_prefix, q[:inside], prefix, start, scale))
     if inside < len(q) or not inside:
         scores = None if gate_scores is None else gate_scores[inside:]
         place = pages.raw, slots, state, page_table, start + inside, budgets
@@ -44,8 +42,8 @@ def prefill_chunk(
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
         apart = protects if len(q) and not rule.sequential else 0
-        parts.append(_with_all(tail, q[inside:], prefix, apart, scale))
-    return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+        outputs.append(_with_all(tail, q[inside:], prefix, apart, scale))
+    return outputs[0] if len(outputs) == 1 else tuple(torch.cat(pair) for pair in zip(*outputs, strict=True))
 
 
 def _with_all(attended: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:

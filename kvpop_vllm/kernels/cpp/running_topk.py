@@ -1,7 +1,5 @@
 """C++ implementation of ``running_topk``."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops.training import check_priorities
 

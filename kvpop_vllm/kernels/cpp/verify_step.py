@@ -1,7 +1,5 @@
 """C++ implementation of ``verify_step``."""
 
-from __future__ import annotations
-
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import StepOrderError
@@ -20,7 +18,7 @@ def verify_step(
     place = pages.raw, layout.block_slots, layout.state_blocks, *staging, page_table
     requests = positions, first_tokens, drafts, budgets, windows
     try:
-        more = gate_scores, tensors_of(prefix), keys, sink_logits
-        return _C.verify_step(q, k, v, *place, *requests, packed(rule), scale, *more)
+        optional = gate_scores, tensors_of(prefix), keys, sink_logits
+        return _C.verify_step(q, k, v, *place, *requests, packed(rule), scale, *optional)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

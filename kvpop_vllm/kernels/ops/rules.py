@@ -341,14 +341,14 @@ class RetentionRule(Retention):
     float64. Of equal scores the older token is evicted. For the roles of slots see :class:`Retention`. A rule
     has no budget, which each request and head has of its own.
 
-    After a protected prefix of p tokens the rule is that of the tail (:meth:`behind`).
+    After a protected prefix of p tokens the rule is that of the tail (:meth:`after_prefix`).
 
     Attributes:
         sinks: s.
         window: w.
         log_gamma: ``[H]`` float64, logarithm of each head's decay.
         decay_step: n, tokens per decay step.
-        scorer: scorer of the tokens; None stands for :class:`NoScore`.
+        scorer: scorer of the tokens. None stands for :class:`NoScore`.
         moment_correction: if True, add a moment-based estimate of the evicted tokens' contribution to the
             output (MomentKV, eqs. 9, 11, 12): ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with
             ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``. The moments include the token
@@ -392,7 +392,7 @@ class RetentionRule(Retention):
         """Raise AttributeError: a rule has no budget."""
         raise AttributeError("a rule has no budget: ask the Retention of a request for its long-range slots")
 
-    def behind(self, prefix: int) -> RetentionRule:
+    def after_prefix(self, prefix: int) -> RetentionRule:
         """Return the rule of the tail after ``prefix`` protected tokens."""
         return replace(self, sinks=0, first=prefix) if prefix else self
 

@@ -1,7 +1,5 @@
 """Schemas of the serving ops; axes in :mod:`kvpop_vllm.kernels.ops`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 
@@ -57,7 +55,7 @@ def decode_step(
     Args:
         q: ``[R, Hq, D]``, last axis contiguous.
         k, v: ``[R, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache; written in place.
+        pages: the layer's cache. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
         positions: ``[R]`` int64, position of each request's token.
         budgets: ``[R, H]`` int32, B of each head.
@@ -68,11 +66,11 @@ def decode_step(
         prefix: protected tokens of the R requests, or None if no request has any.
         seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer draws, else
             ignored.
-        windows: ``[R]`` int32, w of each request; by default the rule's.
+        windows: ``[R]`` int32, w of each request, by default the rule's.
         sink_logits: ``[Hq]`` float32 on q's device, contiguous, or None for a model without attention sinks. A query
             head's sink is one more key with this logit and a value of 0, which no slot holds. Outputs, log-sum-exps
             and attention masses follow from it.
-        out: ``[R, Hq, D]`` in q's dtype, contiguous, written and returned; None for a new tensor.
+        out: ``[R, Hq, D]`` in q's dtype, contiguous, written and returned, None for a new tensor.
         impl: implementation.
 
     Returns:
@@ -88,11 +86,11 @@ def decode_step(
     """
     run = _writing(out, "decode_step", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
-    more |= {"windows": windows, "sink_logits": sink_logits}
-    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
+    options |= {"windows": windows, "sink_logits": sink_logits}
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **options)
 
 
 def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
@@ -162,7 +160,7 @@ def verify_step(
     Args:
         q: ``[T, Hq, D]``, last axis contiguous.
         k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache, whose layout has ``drafts`` and ``draft_query_bytes``; written in place.
+        pages: the layer's cache, whose layout has ``drafts`` and ``draft_query_bytes``. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
         positions: ``[R]`` int64, c of each request.
         first_tokens: ``[R]`` int64, index in ``[0, T)`` of the token at c, which its drafts follow.
@@ -174,7 +172,7 @@ def verify_step(
         prefix: protected tokens of the R requests, with its ``tokens`` and ``biased`` as in :func:`decode_step`, or
             None.
         seeds: ``[R]`` int64, as in :func:`decode_step`.
-        windows: ``[R]`` int32, w of each request; by default the rule's.
+        windows: ``[R]`` int32, w of each request, by default the rule's.
         sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
         impl: implementation.
 
@@ -193,7 +191,7 @@ def verify_step(
     """
     run = resolve("verify_step", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
     if windows is None:
         windows = torch.full((len(positions),), rule.window, dtype=torch.int32, device=k.device)
     needed = rule.draft_query_bytes(q.shape[1] // k.shape[1], k.shape[2], q.dtype)
@@ -201,8 +199,8 @@ def verify_step(
         raise ValueError(
             f"the layout stages {pages.layout.draft_query_bytes} bytes of queries, the rule needs {needed}"
         )
-    more |= {"windows": windows, "sink_logits": sink_logits, "rule": rule, "scale": scale, "prefix": prefix}
-    return run(q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, **more)
+    options |= {"windows": windows, "sink_logits": sink_logits, "rule": rule, "scale": scale, "prefix": prefix}
+    return run(q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, **options)
 
 
 def _check_sinks(sink_logits: torch.Tensor | None, q: torch.Tensor) -> None:
@@ -269,7 +267,7 @@ def prefill_chunk(
     Args:
         q: ``[T, Hq, D]``, last axis contiguous; the chunks lie one after another.
         k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
-        pages: the layer's cache; written in place.
+        pages: the layer's cache. It is written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first.
         chunks: start, length, budgets and window of each chunk.
         rule: retention rule of the layer; the chunks' windows count.
@@ -292,9 +290,9 @@ def prefill_chunk(
     """
     run = _writing(out, "prefill_chunk", impl, q)
     _check_sinks(sink_logits, q)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
-    more["sink_logits"] = sink_logits
-    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
+    rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
+    options["sink_logits"] = sink_logits
+    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **options)
 
 
 def write_tokens(

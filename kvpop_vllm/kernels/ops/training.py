@@ -3,8 +3,6 @@
 Tensors hold whole sequences, with the head axis before the position axis.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

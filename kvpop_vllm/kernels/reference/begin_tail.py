@@ -1,7 +1,5 @@
 """Reference ``begin_tail`` in plain torch, one (request, head) after another."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.kernels.reference.decode_step import clear, take_in

@@ -1,7 +1,5 @@
 """Boundary loss in plain torch; other ops rank the teacher's scores."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

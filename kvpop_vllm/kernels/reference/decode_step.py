@@ -3,8 +3,6 @@
 It processes one (request, head) after another.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch
@@ -28,7 +26,7 @@ def decode_step(
     check_tokens_seen(pages, page_table, starts, prefix)
     for r, position in enumerate(starts):
         protect = protected(prefix, r)
-        tail_rule = replace(rule, window=int(windows[r])).behind(protect)
+        tail_rule = replace(rule, window=int(windows[r])).after_prefix(protect)
         before = k[r, :, None][:, :0], v[r, :, None][:, :0]  # no tokens
         if protect:
             before = prefix.gather(r, 0, min(protect, position + 1))

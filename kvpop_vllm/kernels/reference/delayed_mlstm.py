@@ -1,7 +1,5 @@
 """Chunkwise-parallel mLSTM with a delayed readout, in plain torch, differentiable by autograd."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 

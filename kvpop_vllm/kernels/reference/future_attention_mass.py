@@ -1,7 +1,5 @@
 """Transposed attention pass in plain torch, block by block of keys; memory O(S) per head."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.kernels.reference.masked_attention import high

@@ -1,7 +1,5 @@
 """Softmax attention under an explicit mask, for the blocks of prefill and training."""
 
-from __future__ import annotations
-
 import torch
 
 
@@ -16,7 +14,7 @@ def masked_attention(q, k, v, visible, scale, bias=None, sink_logits=None):
         visible: ``[H, l, T]`` bool, True for tokens that a query sees.
         scale: factor on q . k.
         bias: ``[H, n]``, added to the logits of the first n keys, or None.
-        sink_logits: ``[H, G]`` float32, logits of attention sinks, or None; see :func:`with_sinks`.
+        sink_logits: ``[H, G]`` float32, logits of attention sinks, or None. See :func:`with_sinks`.
 
     Returns:
         Outputs ``[H, G, l, D]`` and natural log-sum-exps ``[H, G, l]``.

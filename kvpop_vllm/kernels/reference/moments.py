@@ -1,7 +1,5 @@
 """Moments of a head's evicted tokens in plain torch, float32 (MomentKV, section 4; DESIGN "Scores from attention, and corrections")."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import moment_floats

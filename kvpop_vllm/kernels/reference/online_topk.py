@@ -1,7 +1,5 @@
 """Eviction times of tokens that arrive one by one at k long-range slots, in plain torch."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.kernels.draws import draw

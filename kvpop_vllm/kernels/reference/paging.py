@@ -1,7 +1,5 @@
 """Access to the slots of one request and head through a page-table row, for the reference kernels."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Pages, Prefix

@@ -5,8 +5,6 @@ is a key with a time of birth and a time of eviction. Query q attends to the key
 q.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +55,7 @@ def prefill_chunk(
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        tail_rule = rule.behind(protect).of_heads(heads)
+        tail_rule = rule.after_prefix(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
         bias = None if biases is None else biases[heads]
         drawn = None if keys is None else keys[0, heads]
@@ -202,8 +200,8 @@ class _Heads:
             keys, values = (torch.cat(pair, 1) for pair in zip(self.before, (keys, values), strict=True))
             visible = torch.nn.functional.pad(visible, (self.before[0].shape[1], 0), value=True)
         rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
-        more = self.scale, self.bias, self.sink_logits
-        out, lse = masked_attention(rows, keys.float(), values.float(), visible, *more)
+        options = self.scale, self.bias, self.sink_logits
+        out, lse = masked_attention(rows, keys.float(), values.float(), visible, *options)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
     def _survivors(self, evicted_at, leaving_index, a, b, num_retained):

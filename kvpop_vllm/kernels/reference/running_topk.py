@@ -1,7 +1,5 @@
 """Ranks and running cutoffs of a static order, row by row."""
 
-from __future__ import annotations
-
 import heapq
 from itertools import cycle
 

@@ -4,8 +4,6 @@ The backward pass recomputes the blocks. Memory is O(S) per head: one block of `
 keys that it may see.
 """
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.kernels.reference.masked_attention import high, masked_attention

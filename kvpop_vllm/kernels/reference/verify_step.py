@@ -1,7 +1,5 @@
 """Reference verification of drafts in plain torch: ordinary steps, after which the request's blocks are put back."""
 
-from __future__ import annotations
-
 import torch
 
 from kvpop_vllm.cache.pages import Pages, StagedDraft

@@ -6,8 +6,6 @@ what it is over with each request that names it. The request's prompt then begin
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,8 @@ from vllm.logger import init_logger
 from vllm.lora.request import LoRARequest
 
 from kvpop_vllm.cache.pages import BLOCK_SLOTS
-from kvpop_vllm.compaction.cartridge import check_base, read_cartridge
+from kvpop_vllm.compaction.base_model import check_base
+from kvpop_vllm.compaction.cartridge import read_cartridge
 from kvpop_vllm.compaction.prompt_place import begin_of_text
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder

@@ -1,7 +1,5 @@
 """Cartridges in vLLM's HTTP server: listed as models, loaded and unloaded while it runs."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 from asyncio import Lock

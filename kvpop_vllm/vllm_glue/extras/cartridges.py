@@ -7,8 +7,6 @@ its positions. Such a copy is made when a request asks for it, and lives as long
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Inspect page in vLLM's HTTP server: the page at ``/inspect``, its data under ``/v1``, which needs the API key."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import ipaddress

@@ -1,7 +1,5 @@
 """Metrics of engines with a policy, in addition to vLLM's own on ``/metrics`` and in ``LLM.get_metrics()``."""
 
-from __future__ import annotations
-
 from prometheus_client import Counter, Gauge, Histogram
 from vllm.v1.metrics.loggers import AggregateStatLoggerBase
 

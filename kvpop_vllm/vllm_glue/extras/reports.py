@@ -5,8 +5,6 @@ since a head's slots in use are its held tokens. Policies that evict while slots
 exception: theirs are not counted.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from kvpop_vllm.cache.accounting import kept_tokens
@@ -156,12 +154,12 @@ def free_request(original, self, request, *args, **kwargs):
         return original(self, request, *args, **kwargs)
     asks = wants_report(request.sampling_params)
     use = use_of(self, manager, request) if asks or self.log_stats else None
-    connector, *more = original(self, request, *args, **kwargs)
+    connector, *results = original(self, request, *args, **kwargs)
     if self.log_stats and use.tokens:
         manager.ended.append((use.tokens, use.mean_kept, use.protected))
     if asks:
         connector = {**(connector or {}), REPORT: report(self, manager, request, use)}
-    return connector, *more
+    return connector, *results
 
 
 def make_stats(original, self, *args, **kwargs):

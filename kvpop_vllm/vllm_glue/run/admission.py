@@ -1,7 +1,5 @@
 """Admission of requests at the front end of an engine: what a request asks of its cache is checked and resolved."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 

@@ -1,7 +1,5 @@
 """Copies of blocks, as those of snapshots: of all bytes where several layers share them, and in words on a CPU."""
 
-from __future__ import annotations
-
 import torch
 
 

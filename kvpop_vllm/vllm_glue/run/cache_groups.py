@@ -1,7 +1,5 @@
 """Blocks of an engine whose layers form several cache groups, which share one pool of blocks of equal bytes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import replace

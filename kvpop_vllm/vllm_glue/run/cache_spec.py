@@ -81,8 +81,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             The blocks of its cartridges, with which it begins.
         """
         name, slots = request.request_id, self.slots(request)
-        for other in self.placed - set(self.req_to_blocks) - {name}:
-            self._forget_cartridges(other)  # a request that was not admitted must not hold what others wait for
+        for request_id in self.placed - set(self.req_to_blocks) - {name}:
+            self._forget_cartridges(request_id)  # a request that was not admitted must not hold what others wait for
         self.requests[name] = slots
         self.final[name] = self.longest(request, max_model_len)
         length = min(slots.prefix + slots.budget + 1, self.final[name])
@@ -243,7 +243,7 @@ class FixedBudgetSpec(AttentionSpec):
         compression: way in which prompts are compressed at their end, None if they are not.
         late: True if a prompt is compressed at the beginning of the step after its end.
         shares: how heads divide the slots of a request where they are unequal, else None.
-        largest: B and w of requests, one of which may have the most slots under ``shares``; empty for the largest
+        largest: B and w of requests, one of which may have the most slots under ``shares``, empty for the largest
             budget.
         reserve: True if a request claims all blocks that it will ever hold at once.
         inspect: True if what requests hold is recorded for the inspect page.

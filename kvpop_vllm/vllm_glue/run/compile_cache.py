@@ -5,8 +5,6 @@ loading them fails in 0.32 (``'function' object has no attribute 'finalize_loadi
 compiles again.
 """
 
-from __future__ import annotations
-
 import copy
 from contextlib import contextmanager
 

@@ -5,8 +5,6 @@ of other types are converted before, and the result stays in the converted copy.
 lay in memory.
 """
 
-from __future__ import annotations
-
 import torch
 
 

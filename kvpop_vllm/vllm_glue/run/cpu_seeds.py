@@ -4,8 +4,6 @@ A step draws a token for every request in it. Where a prompt is not yet read to 
 runner takes the draw back by ``Generator.set_offset``. Generators of a CPU have no offset, so the whole engine stops.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 _STATES = "_kvpop_states"

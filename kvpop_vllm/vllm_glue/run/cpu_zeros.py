@@ -1,7 +1,5 @@
 """Blocks of layers that a policy does not act on, zeroed on a CPU before they are used."""
 
-from __future__ import annotations
-
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetSpec

@@ -10,8 +10,6 @@ been built, which leaves its parameters, names and registration unchanged. A hoo
 the hidden states. All of this is traced, so that the compiler sees tensors that flow from one to the other.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 

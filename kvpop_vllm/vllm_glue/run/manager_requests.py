@@ -1,7 +1,5 @@
 """Wrappers of what block managers do with requests: ours are passed each request; vLLM itself passes only its name."""
 
-from __future__ import annotations
-
 from vllm.v1.core.kv_cache_utils import resolve_block_hashes
 
 from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager

@@ -1,7 +1,5 @@
 """Model classes of full checkpoints: vLLM's own, which in addition take the scorer tensors out of the weight stream."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -44,7 +44,7 @@ class Key(NamedTuple):
     """Condition of a hit: what a request and a snapshot have in common, besides the tokens after the last hashed ones.
 
     Attributes:
-        digest: vLLM's hash of the first tokens, which covers their salt and adapter; empty for none.
+        digest: vLLM's hash of the first tokens, which covers their salt and adapter, empty for none.
         hashed: number of these tokens.
         slots: numbers of the request.
         seed: seed of its sampling where scores are drawn and the request names no other seed for them, else None.

@@ -3,8 +3,6 @@
 Attention metadata lack the slots of the requests and their seeds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 _PARAMS = "_kvpop_params"
@@ -52,7 +50,7 @@ def _hand_over(groups: Iterable, params: list, prompts: list[int], drafts: list[
         groups: attention groups, those of other backends among them.
         params: sampling parameters of each request, or None.
         prompts: tokens of each prompt.
-        drafts: drafts of each request, 0 or -1 for a chunk of a prompt; None in a step without drafts.
+        drafts: drafts of each request, 0 or -1 for a chunk of a prompt, None in a step without drafts.
     """
     for builder in (builder for group in groups for builder in group.metadata_builders):
         if hasattr(builder, "take_requests"):

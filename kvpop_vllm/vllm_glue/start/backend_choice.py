@@ -4,8 +4,6 @@ With a policy they resolve to ours for layers with full attention. Layers of win
 models, get what vLLM would choose.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar

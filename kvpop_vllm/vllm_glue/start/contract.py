@@ -27,7 +27,7 @@ MOVED = ("vllm.v1.core.kv_cache_utils", "vllm.v1.core.kv_cache_planning")
 
 
 def check_version(version: str) -> None:
-    """Check a version of vLLM; see :func:`kvpop_vllm.config.check_version`."""
+    """Check a version of vLLM. See :func:`kvpop_vllm.config.check_version`."""
     config.check_version("vLLM", version, VLLM)
 
 
@@ -57,8 +57,8 @@ def check_imports(vllm: Path) -> None:
 
 def missing(names: Sequence[str]) -> ConfigError:
     """Return the error for functions or names that vLLM does not have."""
-    more = f" and {len(names) - 1} others" if names[1:] else ""
-    return ConfigError(f"this vLLM lacks {names[0]}{more}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
+    suffix = f" and {len(names) - 1} others" if names[1:] else ""
+    return ConfigError(f"this vLLM lacks {names[0]}{suffix}, which kvpop_vllm relies on: install a stock vllm{VLLM}")
 
 
 def described(patch: Patch) -> str:
@@ -73,7 +73,10 @@ def missing_functions(vllm: Path, ledger: Iterable[Patch]) -> list[str]:
 
 
 def missing_names(vllm: Path) -> list[str]:
-    """Return the names that the glue imports from vLLM and vLLM lacks; a name that it imports from both of MOVED has either."""
+    """Return the names that the glue imports from vLLM and vLLM lacks.
+
+    A name that is imported from both places of :data:`MOVED` is needed in one of them.
+    """
     names = set(imported_names())
 
     def places(module: str, name: str) -> list[str]:

@@ -1,7 +1,5 @@
 """Checks and settings for an engine with a policy on NVIDIA GPUs; imports no kernel."""
 
-from __future__ import annotations
-
 import importlib.util
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``kvpop serve`` and ``kvpop doctor``: whether the servers of this environment have the plugin, and what it would do."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil
@@ -43,7 +41,7 @@ def vllm_command() -> str:
     folders = [*([str(program.resolve().parent)] if program.is_file() else []), sysconfig.get_path("scripts")]
     command = shutil.which("vllm", path=os.pathsep.join(folders))
     if command is None:
-        raise ConfigError(f"there is no command vllm in {folders[-1]}: install vllm{VLLM} beside kvpop_vllm")
+        raise ConfigError(f"there is no command vllm in {folders[-1]}: install vllm{VLLM} next to kvpop_vllm")
     return command
 
 
@@ -163,7 +161,7 @@ def _loaded() -> str:
         raise ConfigError(f"does nothing: {fallback.reason}")
     contract.check_imports(Path(vllm.__file__).parent)
     plugins = sorted({entry.name for entry in metadata.entry_points(group=GROUP)} - {NAME})
-    return f"loaded by vLLM {vllm.__version__}" + (f", beside {', '.join(plugins)}" if plugins else "")
+    return f"loaded by vLLM {vllm.__version__}" + (f", next to {', '.join(plugins)}" if plugins else "")
 
 
 def _policy(options: Sequence[str]) -> Iterator[tuple[str, str, bool]]:

@@ -1,7 +1,5 @@
 """Engine configs: what is checked and set between vLLM's arguments and the loading of weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import vllm
@@ -115,9 +113,9 @@ def _check_cartridges(vllm_config) -> None:
         logger.info("cartridge %s: %d slots per KV head", name, cartridge.placed.slots)
 
 
-def _log_unused_scorers(vllm_config, why: str) -> None:
+def _log_unused_scorers(vllm_config, reason: str) -> None:
     """Log one line if the model is a full checkpoint."""
     if vllm_config.model_config is None:
         return
     if published.serves_published(vllm_config) or checkpoint_section(vllm_config) is not None:
-        logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)
+        logger.info("the checkpoint carries KVpop scorers, which are not used %s", reason)

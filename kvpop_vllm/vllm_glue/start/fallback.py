@@ -3,8 +3,6 @@
 This is for a vLLM that the package does not fit. It uses little of vLLM, and nothing of the rest of the glue.
 """
 
-from __future__ import annotations
-
 import logging
 import multiprocessing
 import sys

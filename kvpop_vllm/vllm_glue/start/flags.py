@@ -1,7 +1,5 @@
 """Command-line flags, added to every parser of engine arguments and merged into ``additional_config``."""
 
-from __future__ import annotations
-
 import argparse
 import functools
 
@@ -17,10 +15,10 @@ def add_cli_args(original, parser, *args, **kwargs):
     return parser
 
 
-def from_cli_args(original, cls, args, *more, **kwargs):
+def from_cli_args(original, cls, args, *positional, **kwargs):
     """Wrap the making of engine arguments: flags are in their ``additional_config`` by then."""
     merge_into(args)
-    return original(cls, args, *more, **kwargs)
+    return original(cls, args, *positional, **kwargs)
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
@@ -43,9 +41,9 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
     @functools.wraps(parse)
     def parse_and_merge(*args, **kwargs):
-        namespace, rest = parse(*args, **kwargs)
+        namespace, unknown = parse(*args, **kwargs)
         merge_into(namespace)
-        return namespace, rest
+        return namespace, unknown
 
     parser.parse_known_args = parse_and_merge
 
@@ -78,6 +76,6 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
         raise ConfigError(f"{flag} is given, but --additional-config does not hold an object: {additional_config!r}")
     before = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
     if not isinstance(before, dict):
-        why = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
-        raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {why}")
+        end = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
+        raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {end}")
     return {**additional_config, ADDITIONAL_CONFIG_KEY: {**before, **flags}}

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def settings(self) -> dict:
-    """Return the settings of an engine; see :func:`settings_of`."""
+    """Return the settings of an engine. See :func:`settings_of`."""
     return settings_of(self.vllm_config)
 
 
@@ -41,13 +41,13 @@ def preprocess_add_request(original, self, request, *args, **kwargs):
     return original(self, request, *args, **kwargs)
 
 
-async def init_generate_state(original, engine_client, state, args, *more, **kwargs) -> None:
+async def init_generate_state(original, engine_client, state, args, *positional, **kwargs) -> None:
     """Wrap the last step of an HTTP server's start: check its settings."""
     with fallback.one_line_errors():
         check_flags(args, engine_client.vllm_config)
         if requested(engine_client.vllm_config):
             await check_engines(engine_client)
-    await original(engine_client, state, args, *more, **kwargs)
+    await original(engine_client, state, args, *positional, **kwargs)
 
 
 def check_flags(args: argparse.Namespace, vllm_config: VllmConfig) -> None:
@@ -81,8 +81,8 @@ async def check_engines(engine_client: EngineClient) -> None:
             " same --kv- flags"
         ) from None
     for theirs in engines:
-        if other := [name for name in ours if theirs.get(name) != ours[name]]:
-            name = next((name for name in ("calibration", "scorer", "allocator") if name in other), other[0])
+        if different := [name for name in ours if theirs.get(name) != ours[name]]:
+            name = next((name for name in ("calibration", "scorer", "allocator") if name in different), different[0])
             raise ConfigError(
                 f"an engine of this API server has {FLAGS[name]} {theirs.get(name)}, not {ours[name]}: start every"
                 " node with the same --kv- flags, and the same files"

@@ -3,8 +3,6 @@
 Each reason names the option to change.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -127,7 +125,7 @@ def check_config(vllm_config: Any) -> None:
             f"a quantised KV cache ({cache}): set --kv-cache-dtype to the model's own dtype": (
                 cache not in ("auto", *DTYPES["cuda"])
             ),
-            f"a {cache} KV cache beside a {model_dtype} model: leave --kv-cache-dtype out": (
+            f"a {cache} KV cache next to a {model_dtype} model: leave --kv-cache-dtype out": (
                 cache in DTYPES["cuda"] and cache != model_dtype
             ),
             f"the {platform} platform yet: serve on a CPU or an NVIDIA GPU, or leave --kv-policy out": (
@@ -328,9 +326,9 @@ def check_layers(specs: Mapping[str, Any], shape: Any, drafted: bool = False) ->
         return CACHE_SPECS[kinds[extract_layer_index(name) % len(kinds)]]  # Falcon-H1 counts states after all layers
 
     if foreign := [name for name, spec in specs.items() if type(spec).__name__ not in expected(name)]:
-        more = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
+        suffix = f" and {len(foreign) - 1} others" if len(foreign) > 1 else ""
         refuse(
-            {f"layers that bring an attention backend of their own ({foreign[0]}{more}): leave --kv-policy out": True}
+            {f"layers that bring an attention backend of their own ({foreign[0]}{suffix}): leave --kv-policy out": True}
         )
     ours = [name for name, spec in specs.items() if type(spec).__name__ in CACHE_SPECS[FULL]]
     if len(ours) > shape.num_layers:
