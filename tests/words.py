@@ -76,8 +76,8 @@ Case does not matter, and a blank stands for a line break too.
 LOG = "docs/log/"
 """Folder of documents whose words are not counted."""
 COUNTS: dict[str, int] = {
-    "name more": 11,
-    "name other": 30,
+    "name more": 10,
+    "name other": 27,
     "name parts": 47,
     "name rest": 6,
 }

@@ -221,8 +221,8 @@ class _Prefill:
         states = sum(counts)
         sizes = rows * f, rows * f, rows * v, rows * v, rows, rows, rows, states * f * v, states * f, states
         sizes = [4 * cdiv(heads * size, 4) for size in sizes]  # each begins at a multiple of 16 bytes
-        parts = floats(self.device, sum(sizes)).split(sizes)  # one allocation takes the host less time than ten
-        read, write, values, readouts, igate, decay, score, *of_blocks = parts
+        workspaces = floats(self.device, sum(sizes)).split(sizes)  # one allocation takes the host less time than ten
+        read, write, values, readouts, igate, decay, score, *of_blocks = workspaces
         of_rows = self.tokens, left, self.weights, self.cache, piece.segments, blocks
         self._of_rows(
             _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, states),

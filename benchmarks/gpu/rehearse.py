@@ -51,8 +51,8 @@ def main() -> int:
     contract = [machine.python, "-m", "tests.engine.compare_vllm", machine.vllm]
     paths = f"{environment['PYTHONPATH']}:{machine.vllm.parent}"
     lacks = subprocess.run(contract, cwd=ROOT, env=environment | {"PYTHONPATH": paths}).returncode
-    parts = options.parts or [part.name for part in PARTS if not part.by_name_only or part.name == HOST_TIMES]
-    variables = [f"PYTHON={machine.python}", f"PARTS={' '.join(parts)} --slack {options.slack}"]
+    chosen = options.parts or [part.name for part in PARTS if not part.by_name_only or part.name == HOST_TIMES]
+    variables = [f"PYTHON={machine.python}", f"PARTS={' '.join(chosen)} --slack {options.slack}"]
     code = subprocess.run(["make", "--no-print-directory", "gpu", *variables], cwd=ROOT, env=environment).returncode
     processes = [json.loads(path.read_text()) for path in sorted(records.glob("*.json"))]
     write_steps(processes, out / "steps.csv")

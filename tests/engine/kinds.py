@@ -133,8 +133,8 @@ class Served:
         def hidden(layer: int) -> list[torch.Tensor]:
             return [whole(layer, "hidden")] if (name, layer, "hidden") in tensors else []
 
-        parts = "query", "key", "value"
-        return {layer: (*(whole(layer, part).transpose(0, 1) for part in parts), *hidden(layer)) for layer in layers}
+        inputs = "query", "key", "value"
+        return {layer: (*(whole(layer, part).transpose(0, 1) for part in inputs), *hidden(layer)) for layer in layers}
 
 
 def distance(answer, exact: torch.Tensor) -> float:
