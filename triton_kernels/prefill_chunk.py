@@ -1,6 +1,6 @@
 """Prefill of chunks over a fixed-budget paged cache, piece after piece (DESIGN "One step"; docs/kernels.md).
 
-The host never waits for the device. What the layers of a step have in common it works out in the first one.
+The host never waits for the device. It works out in the first layer of a step what all layers have in common.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _form(tensor: torch.Tensor | None) -> tuple | None:
 
 
 _KNOWN, _ALIKE = WeakIdKeyDictionary(), {}
-"""What is known of rules, and of layers of a form."""
+"""Weights and options of rules, and the constants and launches of layers of a form."""
 MOST_FORMS = 256
 
 
@@ -90,7 +90,7 @@ def _known(rule) -> tuple[Weights, dict, tuple]:
 
 
 class _Alike:
-    """What layers have in common whose arguments differ in addresses alone.
+    """Constants and launches of layers whose arguments differ in addresses alone.
 
     Attributes:
         config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
@@ -106,7 +106,7 @@ class _Alike:
 
 
 class _Plan:
-    """What the layers of a step have in common.
+    """Numbers, pieces and workspaces that the layers of a step have in common.
 
     Attributes:
         alike: what layers of the same form have in common in all steps.

@@ -41,7 +41,7 @@ def _launches(*form) -> Launches:
 def write_tokens(k, v, pages, tokens, blocks, slots):
     """Implement :func:`kvpop_vllm.kernels.ops.write_tokens`."""
     arguments = view(k), view(v), *pages.arrays[:2], *pages.arrays[5:7], tokens, blocks, slots, tokens.shape[0]
-    tensors = k, v, pages.raw
+    tensors = k, v, pages.raw, tokens, blocks, slots
     form = *((x.data_ptr() % 16, x.stride()) for x in tensors), k.dtype, k.device, pages.layout
     launch, config = _launches(*form), Heads(size=k.shape[-1], group=1, wide=False)
     if k.is_cuda:

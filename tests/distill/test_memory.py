@@ -175,7 +175,7 @@ def test_hours_follow_from_the_share_of_the_peak():
 
 @pytest.mark.parametrize("train_base", [False, True])
 def test_operations_are_those_of_the_trainers_products(tmp_path, train_base):
-    """Of the matrix products of model and teacher; attention and scorers take other ops, and logits are formed twice."""
+    """The matrix products of model and teacher are counted. Attention and scorers take other ops, and logits are formed twice."""
     model = write_tiny_model(tmp_path / "model", "qwen3", hidden=128)
     recipe = dataclasses.replace(TINY, dtype="float32", train_base=train_base, activation_checkpointing=False, steps=1)
     process = Process()

@@ -104,6 +104,7 @@ def test_kernels_are_launched_on_the_device_of_their_tensors(op, monkeypatch):
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(dispatch, "_implementation", lambda *lookup: lambda x, *, y: (lookup, current[-1], x, y))
     with FakeTensorMode():
         for index in (0, 1):

@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 from kernels import test_prefill_chunk as prefill
-from kernels.factories import poisoned_pages
 from kernels.problems import SOME_CASES, problem
 from kernels.served import INTERPRETED, Pool, check_same, serve
 from kernels.test_prefill_chunk import DECODE, SEQUENTIAL
 
 from kvpop_vllm.cache.chunks import Chunks
-from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.testing import assert_within_budget, eager_runs
 
@@ -142,22 +140,6 @@ class TestPrefillChunk:
             with pytest.raises(error, match=message):
                 run(*arguments, **changes)
         assert (pages.raw == 255).all()
-
-
-class TestWriteTokens:
-    __test__ = INTERPRETED
-
-    @pytest.mark.parametrize("count", [1, 70])
-    def test_equals_the_reference(self, count):
-        """Tokens in any order, of keys and values in one tensor, go to blocks in any order."""
-        layout = PageLayout(3, 48, F16, block_slots=16)
-        written = [poisoned_pages(layout, 9) for _ in range(2)]
-        k, v = torch.randn(80, 6, 48).half().split(3, 1)
-        tokens, places = torch.randperm(80)[:count], torch.randperm(9 * 16)[:count]
-        for pages, impl in zip(written, ("triton", "reference"), strict=True):
-            ops.write_tokens(k, v, pages, tokens, places // 16, places % 16, impl=impl)
-        assert torch.equal(*(pages.raw for pages in written))
-        assert torch.equal(written[0].v[places // 16, :, places % 16], v[tokens])
 
 
 def test_every_case_is_there():

@@ -10,6 +10,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.calibration.statistics import QueryStatistics, write_statistics
 from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.rope import band_norms
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
@@ -195,3 +196,12 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
         return replace(plain, adaptive_head_budgets=True)
     last = plain.topk // 20 + (plain.topk % 20 > 10)
     return replace(plain, topk=(2 * plain.topk - last, last))
+
+
+def force(patch, impl: str) -> None:
+    """Have ops take an implementation, and those that are not written in C++ the reference, until ``patch`` is undone."""
+    patch.setattr(
+        dispatch,
+        "select",
+        lambda op, tensor: "reference" if impl == "cpp" and op not in dispatch.CPP_DTYPES else impl,
+    )

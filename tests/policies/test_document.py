@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from policies.matrix import made
+from policies.matrix import force, made
 from policies.outside import importable, install
 
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 
 PAGE = Path(__file__).parents[2] / "docs/adding_a_policy.md"
@@ -50,7 +49,7 @@ def naive(v: torch.Tensor, count: int, protected: int) -> torch.Tensor:
 def test_the_policy_of_the_page_keeps_the_largest_values(policy, monkeypatch, impl, protected):
     draw = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
-    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    force(monkeypatch, impl)
     rows = LayerRows(policy.layer_rule(0, slice(0, HEADS)), BUDGET, k[None], SIZE**-0.5, protected=protected)
     for chunk in CHUNKS:
         cut = slice(rows.tokens_seen, rows.tokens_seen + chunk)

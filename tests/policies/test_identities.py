@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from policies.matrix import made
+from policies.matrix import force, made
 
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_shape import ModelShape
 
 HEADS, GROUP, SIZE, LENGTH = 2, 3, 32, 120
@@ -30,7 +29,7 @@ def serve(name, q, k, v, impl, budget=40, **settings):
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
     rows = LayerRows(policy.layer_rule(0, slice(0, HEADS)), budget, k[None], SCALE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "select", lambda op, tensor: impl)
+        force(patch, impl)
         out = rows.append(q[None], k[None], v[None])[0].transpose(0, 1)
     return out, [head.nonzero().flatten().tolist() for head in rows.held_by_rows()[0]]
 

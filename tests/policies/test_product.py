@@ -19,6 +19,7 @@ from policies.matrix import (
     SHARES,
     Row,
     allocated,
+    force,
     made,
     random_scorer_folder,
     random_statistics_folder,
@@ -28,7 +29,7 @@ from policies.matrix import (
 from kvpop_vllm import policies
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels import dispatch, ops
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
@@ -260,7 +261,7 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
         assert str(caught.value) == f"--kv-policy {ROWS[name].policy or name} {reason}"
         return
     tested = policy(name, scorer(name), allocator, correction)
-    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    force(monkeypatch, impl)
     compare(tested, expected(name, allocator, correction), empty_rows(tested), logged)
 
 
@@ -270,7 +271,7 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
 def test_every_policy_with_attention_sinks(scorer, expected, logged, monkeypatch, name, correction, impl):
     """Masses, moments and what rounds rank by have the sinks in their softmax."""
     tested, right = policy(name, scorer(name), "uniform", correction), expected(name, "uniform", correction, 0, True)
-    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    force(monkeypatch, impl)
     compare(tested, right, empty_rows(tested), logged, has_sinks=True)
 
 
@@ -295,7 +296,7 @@ SERVED = [combination for combination in COMBINATIONS if refusal(ROWS[combinatio
 def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
     """Every combination is compared at two lengths of `PROTECTED` where rounding decides nothing."""
     tested = policy(name, scorer(name), allocator, correction)
-    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    force(monkeypatch, impl)
     first, tried = SERVED.index((name, allocator, correction)), 0
     for i in range(len(PROTECTED)):
         protect = PROTECTED[(first + 4 * i) % len(PROTECTED)]
