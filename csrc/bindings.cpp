@@ -432,9 +432,10 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     check_staged(verified);
     step.has_drafts = most > 0;
     const auto results = allocate_results(step, q);
-    int64_t written = 0;
-    for (int64_t r = 0; r < requests; r++) written += verified.drafts_of(r) + 1;
-    if (written < tokens) {  // some belong to no request
+    std::vector<bool> written(tokens);
+    for (int64_t r = 0; r < requests; r++)
+        for (int64_t j = 0; j <= verified.drafts_of(r); j++) written[verified.first_token(r) + j] = true;
+    if (std::find(written.begin(), written.end(), false) != written.end()) {  // some belong to no request
         std::get<0>(results).zero_();
         std::get<1>(results).fill_(-std::numeric_limits<double>::infinity());
     }

@@ -12,10 +12,10 @@ class Launches:
     """Launches of layers that are alike: Triton looks up what it has compiled for the first one alone.
 
     The look-up takes the host several times as long as the launch. From layer to layer, arguments differ in addresses
-    and in numbers that are not specialised. ``constants`` begin with one that a kernel always has.
+    and in numbers that are not specialised.
 
     Attributes:
-        stream: stream of the launches, as the driver knows it.
+        stream: stream of the launches, as the driver knows it. A caller sets it before each step, on one thread.
     """
 
     def __init__(self):
@@ -23,7 +23,7 @@ class Launches:
 
     def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options) -> None:
         """Launch a kernel as :func:`launch` does."""
-        key = id(kernel), *constants[1:], *options.values()
+        key = id(kernel), *constants, *options.values()
         if (compiled := self._compiled.get(key)) is not None:
             run, *of_kernel = compiled
             run(*(*grid, 1)[:3], self.stream, *of_kernel, *arguments, *constants)

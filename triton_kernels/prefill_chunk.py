@@ -84,7 +84,8 @@ def _known(rule) -> tuple[Weights, dict, tuple]:
     if (record := _KNOWN.get(rule)) is None:
         weights, options = weights_of(rule.scorer, "prefill_chunk")
         stores = rule.compression or rule.rounds
-        numbers = rule.sinks, rule.decay_step, rule.moment_correction, stores and stores.queries, *options.values()
+        queries = stores and (stores.queries, rule.compresses, rule.first_query(1))
+        numbers = rule.sinks, rule.decay_step, rule.moment_correction, queries, *options.values()
         record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
     return record
 

@@ -69,7 +69,7 @@ class Chunks:
     after: Sequence[RequestSlots | None] = ()
     closes: Sequence[bool] = ()
     made_table: torch.Tensor | None = None
-    _memo: dict = field(default_factory=dict, repr=False)
+    _memo: dict = field(default_factory=dict, init=False, repr=False)
 
     once = once
 
@@ -99,5 +99,4 @@ class Chunks:
         columns = {name: None if (x := getattr(self, name)) is None else x[row] for name in names}
         columns["prefix"] = None if self.prefix is None else self.prefix.of(row)
         place = {"firsts": [first], "tokens": slice(first, first + end - start)}
-        # what is memoised is of all chunks
-        return replace(self, starts=[start], lengths=[end - start], **columns, **place, _memo={})
+        return replace(self, starts=[start], lengths=[end - start], **columns, **place)

@@ -299,7 +299,7 @@ class StepBatch(DecodeRows):
     first_pages: torch.Tensor | None = None
     begun: Begun | None = None
     late: bool = False
-    _memo: dict = field(default_factory=dict, repr=False)
+    _memo: dict = field(default_factory=dict, init=False, repr=False)
 
     once = once
 
@@ -491,7 +491,7 @@ class StepPlan:
         if len(chunks):
             budgets, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
             # a memo of its own, since what is memoised depends on the pages
-            chunks = replace(chunks, budgets=budgets, table=pages, _memo={})
+            chunks = replace(chunks, budgets=budgets, table=pages)
             places.append(pages[self.first_parts])
         if self.checks and places:
             first = torch.cat([table[:, :, : self.layout.state_blocks + 1] for table in places]).long()

@@ -1,6 +1,7 @@
 """Documents keep to their lengths, and what they refer to exists."""
 
 import ast
+import importlib
 import re
 from datetime import date
 from pathlib import Path
@@ -27,6 +28,15 @@ def test_links_resolve(name):
         linked = (path.parent / file).resolve() if file else path
         assert linked.exists(), f"{name}: {target}"
         assert not part or part in map(anchor, headings(linked.read_text())), f"{name}: {target}"
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith(LOG)])
+def test_imports_exist(name):
+    """What a document's code imports from the package is there."""
+    for module, names in re.findall(r"^from (kvpop_vllm[\w.]*) import ([\w, ]+)$", (ROOT / name).read_text(), re.M):
+        for part in names.split(", "):
+            imported = importlib.import_module(module)
+            assert hasattr(imported, part) or importlib.import_module(f"{module}.{part}"), f"{module}: {part}"
 
 
 def test_lengths():
