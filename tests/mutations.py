@@ -289,7 +289,7 @@ FAULTS = {
         # a third prefix block is missed
         (
             "+ send(columns, table.device)«→.clamp_max(2)».unsqueeze(1)",
-            "tests/attention/test_device_rows.py -k 'protected and prompts'",
+            "tests/kernels/test_fill_rows.py -k 'protected and prompts'",
         ),
         # the last protected token of a chunk is not written; for each of the planner's drivers
         *(("min(self.length, self.slots.prefix - self.start«→ - 1»)", tests) for tests in DRIVERS["prefix"]),

@@ -70,6 +70,7 @@ CPP_DTYPES = {
 TRITON_DTYPES = {
     **dict.fromkeys(SERVING, _SERVED["triton"]),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
+    "fill_rows": (torch.int32,),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
     "online_topk": (torch.float32,),
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),

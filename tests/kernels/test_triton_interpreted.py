@@ -25,6 +25,7 @@ TESTS = (
     "test_delayed_mlstm.py",
     "test_online_topk.py",
     "test_write_tokens.py",
+    "test_fill_rows.py",
     "test_begin_tail.py",
     "test_draws.py::TestTriton",
     "test_decode_step.py::test_sinks_of_any_size",

@@ -31,7 +31,10 @@ from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
 from kvpop_vllm.cache.chunks import Chunks  # noqa: E402
+from kvpop_vllm.cache.device_rows import DeviceRows  # noqa: E402
 from kvpop_vllm.cache.pages import Prefix  # noqa: E402
+from kvpop_vllm.cache.ranks import Shares  # noqa: E402
+from kvpop_vllm.requests import RequestSlots  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 STEPS = "mlstm-corrected", "moment"
@@ -72,8 +75,9 @@ OWN = (
     "_prefill_steps",
     "delayed_mlstm",
     "write_tokens",
+    "fill_rows",
 )
-"""Modules of kernels that only a prefill has."""
+"""Modules of kernels that only a prefill has, or that precede a step."""
 arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
 
@@ -268,6 +272,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
         the names of the reads of tensors.
     """
     from kvpop_vllm.kernels.triton import delayed_mlstm as module
+    from kvpop_vllm.kernels.triton.fill_rows import fill_rows
     from kvpop_vllm.kernels.triton.prefill_chunk import prefill_chunk
     from kvpop_vllm.kernels.triton.write_tokens import write_tokens
 
@@ -286,6 +291,10 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     options, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
     options["sink_logits"] = sinks_of(q)
     write_tokens(k, v, pages, *torch.zeros(3, len(k), dtype=torch.int64))
+    rows = DeviceRows(p.layout, RequestSlots(0, 0, 40, 6), requests, 9, Shares(((40, 8), (20, 92))), "cpu", 200)
+    numbers = (torch.zeros(requests + 1, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int32))
+    lengths, places, firsts = numbers
+    fill_rows(rows, requests, lengths, torch.zeros(requests, 20, dtype=torch.int32), places, firsts)
     with noted_reads(p.budgets, tokens) as read_names:
         for _ in range(2):
             launches.clear()

@@ -42,6 +42,7 @@ from kvpop_vllm.kernels.ops.rules import (
 from kvpop_vllm.kernels.ops.serving import (
     begin_tail,
     decode_step,
+    fill_rows,
     online_topk,
     prefill_chunk,
     verify_step,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from kvpop_vllm.cache.chunks import Chunks
+from kvpop_vllm.cache.device_rows import DeviceRows
 from kvpop_vllm.cache.pages import Pages, Prefix
 from kvpop_vllm.kernels.dispatch import chosen, resolve
 from kvpop_vllm.kernels.draws import head_keys
@@ -316,6 +317,39 @@ def write_tokens(
         impl: implementation.
     """
     resolve("write_tokens", impl, k)(k, v, pages, tokens, blocks, slots)
+
+
+def fill_rows(
+    rows: DeviceRows,
+    count: int,
+    lengths: torch.Tensor,
+    block_table: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    firsts: torch.Tensor | None = None,
+    decodes: int | None = None,
+    *,
+    impl: str = "auto",
+) -> None:
+    """Fill the first R rows of a step's decoded requests, with operations on the device only.
+
+    A row is padding if the engine gives it no length or no tokens, if its first token has no slot (-1), or if it
+    has no block. The block is the prefix block of a protected token, otherwise the block of the first slot of
+    the tail. Such rows occur after the requests of a captured batch, in dummy runs, and in warm-ups with
+    blocks for keys and values only.
+
+    Args:
+        rows: tensors of the rows, which are written, and the numbers of the requests, which are read.
+        count: R.
+        lengths: ``[>= R]`` int32, length of each request with the new tokens.
+        block_table: ``[>= R, W]`` int32, blocks of each request's prefix, state and tail.
+        slot_mapping: ``[T]`` int64, -1 if a token has no slot; other values are not used.
+        firsts: ``[> R]`` int32, index of each request's first token, and their number; without speculative
+            decoding None, which stands for a token of each request.
+        decodes: number of rows that are decoded, by default all. The others have chunks that are computed after the
+            step: of them, what is staged enters the cache.
+        impl: implementation.
+    """
+    resolve("fill_rows", impl, rows.table)(rows, count, lengths, block_table, slot_mapping, firsts, decodes)
 
 
 def begin_tail(

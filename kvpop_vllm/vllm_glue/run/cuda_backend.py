@@ -205,7 +205,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         rows, of_drafts = requests if resumed else decodes, ()
         if most_drafts:
             of_drafts = common.query_start_loc, decodes
-        self.rows.fill(rows, common.seq_lens, table, common.slot_mapping, sent, *of_drafts)
+        self.rows.receive(sent)
+        ops.fill_rows(self.rows, rows, common.seq_lens, table, common.slot_mapping, *of_drafts)
         spans = [span_of(i - decodes, firsts[i], starts[i], counts[i], slots[i], after and after[i]) for i in chunked]
         view = self.rows.view(rows, self.policy.draws, self.may_have_made_slots)
         self._finish_steps([i for i in range(requests) if counts[i]], firsts, starts, slots, common)
@@ -258,7 +259,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     def _sent(
         self, slots: list[RequestSlots], starts: list[int], after: list[RequestSlots] | None
     ) -> dict[str, torch.Tensor]:
-        """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.fill`.
+        """Return the numbers of a step's requests that differ from what the device has, for :meth:`DeviceRows.receive`.
 
         Budgets, windows and the like are sent from the first step on that has a request with others than the server's:
         a row keeps what it was sent until it is sent something else.

@@ -3,17 +3,22 @@
 import itertools
 import random
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.cache.device_rows import DeviceRows, leading_decodes
 from kvpop_vllm.cache.pages import PageLayout
+from kvpop_vllm.cache.ranks import Shares
 from kvpop_vllm.cache.shares import EqualHeads
 from kvpop_vllm.cache.step import RequestBlocks, Span, StepPlan, numbers_of, plan_batch
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.requests import RequestSlots
 from kvpop_vllm.roles import Retention
 
+IMPL = "triton" if INTERPRETED else "reference"
 HEADS, SIZE, MOST, BLOCKS = 2, 32, 6, 600
 EQUAL = EqualHeads(HEADS)
 KEPT = {
@@ -31,6 +36,14 @@ STEPS = [
 PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
 """p of each of these requests: inside a prefix, at its end and after it, in decode rows and in chunks."""
 LONGEST = 200
+
+
+class Compressed(NamedTuple):
+    """What rows read of a way in which prompts are compressed."""
+
+    queries: int
+    makes_slots: bool
+    adaptive_head_budgets: bool
 
 
 def rows_of(rule, state=0, longest=0, most_tokens=None):
@@ -57,7 +70,8 @@ def filled(rows, lens, lengths, slots, send):
     sent = numbers_of(slots, send)
     if "budget" in sent:
         sent["budget"] = sent["budget"].unsqueeze(1).repeat(1, HEADS)
-    rows.fill(d, torch.tensor(lengths, dtype=torch.int32), table, places, sent)
+    rows.receive(sent)
+    ops.fill_rows(rows, d, torch.tensor(lengths, dtype=torch.int32), table, places, impl=IMPL)
     starts = [length - count for length, count in zip(lengths, lens, strict=True)]
     spans = [Span(i - d, ends(lens)[i], starts[i], lens[i], slots[i]) for i in range(d, len(lens))]
     widths = rows.table.shape[1], rows.prefix_table.shape[1]
@@ -165,12 +179,13 @@ def test_rows_of_padding_after_a_prefix(cause):
         slots[1:] = -1
     else:
         table[1, 1] = table[2, first] = table[3, first] = 0
-    rows.fill(4, lengths, table, slots, {"prefix": protected})
+    rows.receive({"prefix": protected})
+    ops.fill_rows(rows, 4, lengths, table, slots, impl=IMPL)
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
     assert (rows.table[1:4] == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
-        rows.fill(4, lengths, table, slots, {"prefix": protected})
+        ops.fill_rows(rows, 4, lengths, table, slots, impl=IMPL)
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
         assert rows.prefix_table[1, 1] == 7
 
@@ -184,7 +199,8 @@ def test_rows_with_drafts(protected):
     slots = [RequestSlots(prefix, 0, sizes.budget, sizes.window) for prefix in protected]
     (table, places), firsts = engine_tables(rows, counts), torch.tensor(ends(counts), dtype=torch.int32)
     assert leading_decodes(counts, 4) == 3
-    rows.fill(5, torch.tensor(lengths), table, places, numbers_of(slots, ("prefix",)), firsts, 3)
+    rows.receive(numbers_of(slots, ("prefix",)))
+    ops.fill_rows(rows, 5, torch.tensor(lengths), table, places, firsts, 3, impl=IMPL)
     of_device = rows.view(5, False, False)
     of_host = plan_batch(layout, slots, counts, lengths, table[:5], drafts=drafts).rows
     resumed = [i for i, prefix in enumerate(protected) if i > 2 and lengths[i] - counts[i] > prefix]
@@ -203,7 +219,7 @@ def test_rows_with_drafts(protected):
     }
     assert {place for place in zip(*(x.tolist() for x in of_device.writes), strict=True) if place[1]} == written
     places[:] = -1
-    rows.fill(5, torch.tensor(lengths), table, places, {}, firsts, 3)
+    ops.fill_rows(rows, 5, torch.tensor(lengths), table, places, firsts, 3, impl=IMPL)
     assert (rows.positions[:5] == -1).all() and (rows.drafts[:5] == -1).all()
     assert (rows.table[:5] == 0).all() and (rows.token_blocks == 0).all()
 
@@ -211,5 +227,40 @@ def test_rows_with_drafts(protected):
 def test_a_narrow_block_table_is_taken_as_it_is():
     rows = rows_of(KEPT["longer than any"])
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
-    rows.fill(2, torch.tensor([20, 60], dtype=torch.int32), table, torch.tensor([5, 6]))
+    ops.fill_rows(rows, 2, torch.tensor([20, 60], dtype=torch.int32), table, torch.tensor([5, 6]), impl=IMPL)
     assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
+
+
+class TestTriton:
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("drafts", [0, 1, 3])
+    @pytest.mark.parametrize("shares", [None, Shares(((40, 8), (20, 92)))])
+    @pytest.mark.parametrize("kind", ["window", "protected", "votes", "made slots"])
+    def test_equals_the_reference(self, kind, shares, drafts):
+        """Requests, padding among them, and what they hold are drawn; all tensors are equal."""
+        compression = {"votes": Compressed(16, False, True), "made slots": Compressed(9, True, False)}.get(kind)
+        layout, slots = PageLayout(HEADS, SIZE, torch.float32, 16, 700, drafts=drafts), RequestSlots(0, 0, 40, 6)
+        longest, g = 0 if kind == "window" else LONGEST, torch.Generator().manual_seed(drafts)
+        filled_rows = [DeviceRows(layout, slots, MOST, 9, shares, "cpu", longest, compression) for _ in range(2)]
+        real = 0
+        for _ in range(8):
+            counts = torch.randint(0, 2 + drafts, (MOST,), generator=g, dtype=torch.int32)
+            lengths = counts + torch.randint(0, 150, (MOST,), generator=g, dtype=torch.int32) * (counts > 0)
+            table = torch.randint(0, 30, (MOST, 24), generator=g, dtype=torch.int32).clamp_min(3) - 3
+            places = torch.randint(-1, 9, (int(counts.sum()) + MOST,), generator=g)
+            sent = {"budget": torch.randint(24, 90, (MOST, 1), generator=g, dtype=torch.int32).repeat(1, HEADS)}
+            if longest:
+                sent["prefix"] = torch.randint(0, 150, (MOST,), generator=g)
+            if compression:
+                sent |= {name: lengths.long() // part for name, part in (("shift", 3), ("left", 2))}
+            firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)]) if drafts else None
+            for rows, impl in zip(filled_rows, ("reference", "triton"), strict=True):
+                rows.receive(sent)
+                ops.fill_rows(rows, MOST - 1, lengths, table, places, firsts, 4 if drafts else None, impl=impl)
+            ours, theirs = (vars(rows) for rows in reversed(filled_rows))
+            tensors = [name for name, value in theirs.items() if isinstance(value, torch.Tensor)]
+            real += int((theirs["positions"] >= 0).sum())
+            for name in tensors:
+                assert torch.equal(ours[name], theirs[name]), name
+        assert len(tensors) >= 9 and real > 8
