@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections import namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import triton
@@ -143,6 +144,13 @@ class KernelConfig(Order, Heads):
     queries: int = 0  # newest queries that are stored in the state, G * D float32 values each
     query_word: int = 0  # first of these values in the state
     of_prompt: bool = False  # they are the last ones of a prompt that is held as a prefix, else those of the tail
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:  # launches are looked up by it, hundreds of times a step
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
 
     @property
     def moments(self) -> bool:

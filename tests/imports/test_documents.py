@@ -32,7 +32,7 @@ def test_links_resolve(name):
 
 @pytest.mark.parametrize("name", [name for name in DOCUMENTS if not name.startswith(LOG)])
 def test_imports_exist(name):
-    """What a document's code imports from the package is there."""
+    """Names that a document's code imports from the package are there."""
     for module, names in re.findall(r"^from (kvpop_vllm[\w.]*) import ([\w, ]+)$", (ROOT / name).read_text(), re.M):
         for part in names.split(", "):
             imported = importlib.import_module(module)

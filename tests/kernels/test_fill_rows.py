@@ -39,7 +39,7 @@ LONGEST = 200
 
 
 class Compressed(NamedTuple):
-    """What rows read of a way in which prompts are compressed."""
+    """Numbers of a way in which prompts are compressed, as rows read them."""
 
     queries: int
     makes_slots: bool

@@ -21,8 +21,8 @@ def test_tokens_go_to_their_slots_alone(count):
     ops.write_tokens(k, v, pages, *columns, impl=impl)
     for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
         block, slot = divmod(place, 16)
-        for written, given in ((pages.k, k), (pages.v, v)):
-            assert torch.equal(written[block, :, slot], given[token])
+        for written, values in ((pages.k, k), (pages.v, v)):
+            assert torch.equal(written[block, :, slot], values[token])
     restored = PageLayout(3, 48, torch.float16, block_slots=16).view(before)
     for left, written in ((restored.k, pages.k), (restored.v, pages.v)):
         left[places // 16, :, places % 16] = written[places // 16, :, places % 16]
