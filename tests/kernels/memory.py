@@ -1,5 +1,6 @@
 """Peak memory of a function, measured by torch's CPU allocator."""
 
+import gc
 from collections.abc import Callable
 
 from torch.profiler import ProfilerActivity, profile
@@ -7,6 +8,7 @@ from torch.profiler import ProfilerActivity, profile
 
 def peak_bytes(run: Callable[[], object]) -> int:
     """Return the largest sum of live tensor bytes that were allocated while ``run`` ran."""
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     changes = []
