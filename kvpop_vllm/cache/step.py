@@ -444,7 +444,7 @@ class StepPlan:
         ]
         numbers = torch.tensor(columns, device="cpu").repeat_interleave(torch.tensor(counts, device="cpu"), 0)
         numbers[:, 1:] += torch.arange(len(numbers), device="cpu").unsqueeze(1)
-        requests, tokens, t = send(numbers, blocks.tails.device).unbind(1)
+        requests, tokens, t = send(numbers.T.contiguous(), blocks.tails.device)
         writes = tokens, blocks.prefixes[requests, t // size].long(), t % size
         return writes if self.rows.writes is None else tuple(map(torch.cat, zip(self.rows.writes, writes, strict=True)))
 
