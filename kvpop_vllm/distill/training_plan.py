@@ -37,7 +37,10 @@ def plan_training(options) -> None:
 def lines_of(options) -> list[str]:
     """Return the lines that ``kvpop plan --train`` prints; raises as :func:`plan_training`."""
     changes = {name: value for name in RECIPE if (value := getattr(options, name)) is not None}
-    recipe = dataclasses.replace(RECIPES[options.recipe or "paper"], **changes)
+    recipe = RECIPES[options.recipe or "paper"]
+    if options.micro_batch and options.micro_batch > 1 and len(recipe.trained) > 1:
+        raise ConfigError(f"recipe {options.recipe} has a budget for each row: leave out --micro-batch")
+    recipe = dataclasses.replace(recipe, **changes)
     check_length(options.model, recipe.length)
     gpus = options.gpus or GPUS
     run = Run(Sizes.of(options.model, recipe), recipe, gpus, bool(options.stored_teacher))

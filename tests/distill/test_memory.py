@@ -217,6 +217,7 @@ def test_each_option_is_about_serving_or_training():
     ("--train --length 65536", "the model has 40960 positions: lower --length 65536"),
     ("--train --gpus 3", "batch 128 cannot be shared by 3 GPUs with 1 rows a pass evenly: change one"),
     ("--train --no-train-base --stored-teacher", "a frozen base has no teacher: leave --stored-teacher out"),
+    ("--train --recipe workshop --micro-batch 2", "recipe workshop has a budget for each row: leave out --micro-batch"),
     ("--train --model docs/configs/gpt-oss-20b", "has experts, whose training memory kvpop plan --train does not count"),
     ("--train --model docs/configs/Llama-3.1-8B-Instruct", "config.json has no intermediate_size, on which training memory"),
     ("--train --model docs/configs/gemma-3-27b-it", "has layers of several kinds, whose training memory"),
