@@ -29,7 +29,6 @@ class Sizes:
         queries: last queries of a prompt that are stored then.
         adaptive: True if the heads of a layer divide their slots.
         budgets: number of unequal budgets, 1 if heads have equal ones.
-        all_heads: number of heads that share a request's blocks.
     """
 
     slots: int
@@ -42,7 +41,6 @@ class Sizes:
     queries: int
     adaptive: bool
     budgets: int
-    all_heads: int
 
     @property
     def lanes(self) -> int:
@@ -72,7 +70,6 @@ class Rows(NamedTuple):
     written: Any
     token_blocks: Any
     token_slots: Any
-    last: Any = None  # without a constant at its end, Triton 3.6 forgets the constants in the tuples of a tuple
 
 
 @triton.jit
@@ -98,7 +95,8 @@ def _blocks_in_use(rows, r, since, P: tl.constexpr):
         heads = tl.load(rows.shared_budgets + P.budgets + i, mask=i < P.budgets, other=0)
         pages = tl.sum((_blocks(tl.minimum(since + 1, budget), P) + P.state_blocks) * heads, 0)
         # all heads share the regions of a block, so that only the sum is rounded up
-        pages = (pages + P.all_heads - 1) // P.all_heads
+        all_heads = tl.sum(heads, 0)
+        pages = (pages + all_heads - 1) // all_heads
     return tl.where(since < 0, 0, pages)
 
 
@@ -114,7 +112,7 @@ def _fill(
     firsts, decodes,  # [R + 1] int32, or None
     P: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Fill 128 columns of a row's tables, and its numbers. Grid: R, columns. 4 KB for 256 tail blocks: 3 us."""
+    """Fill 128 columns of a row's tables, and its numbers. Grid: R, columns. 4 KB for 256 tail blocks: about 3 us."""
     r, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     table += r * stride
     prefix, first, drafts, decoded = tl.load(rows.prefix + r), r, tl.full([], 0, tl.int64), r >= 0
@@ -134,7 +132,8 @@ def _fill(
     position = start + step
     inside, block = position < prefix, _entries(table, width, tail + P.state_blocks)
     prefix_block = _entries(table, width, tl.maximum(position, 0) // P.slots)
-    block = tl.where(start < prefix, _entries(table, width, tl.maximum(start, 0) // P.slots), block)
+    if P.width > 0:
+        block = tl.where(start < prefix, _entries(table, width, tl.maximum(start, 0) // P.slots), block)
     real = (tl.load(slot_mapping + tl.minimum(first, total - 1)) >= 0) & (block != NULL)
     c = tl.where(real, start, NONE)
     drafts = tl.where(c < 0, -1, drafts)
@@ -182,7 +181,6 @@ def fill_rows(rows: DeviceRows, count, lengths, block_table, slot_mapping, first
         queries=0 if compression is None else compression.queries,
         adaptive=compression is not None and compression.adaptive_head_budgets,
         budgets=1 if budgets is None else budgets.shape[1],
-        all_heads=1 if budgets is None else rows.shares.layers * rows.shares.heads,
     )
     numbers = (rows.numbers[name] for name in ("prefix", "shift", "left", "budget"))
     tables = rows.table, rows.positions, rows.compressed, rows.prefix_table

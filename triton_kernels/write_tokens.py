@@ -16,7 +16,7 @@ from kvpop_vllm.cache.pages import cdiv
 ROWS = 64
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["tokens", "blocks", "slots"])
 def _write(
     k, v,  # [T, H, D]
     k_pages, v_pages, row, head,  # [blocks, H, N, D], and strides between blocks and heads
@@ -40,10 +40,9 @@ def _launches(*form) -> Launches:
 
 def write_tokens(k, v, pages, tokens, blocks, slots):
     """Implement :func:`kvpop_vllm.kernels.ops.write_tokens`."""
-    tokens, blocks, slots = (x.contiguous() for x in (tokens, blocks, slots))
+    tokens, blocks, slots = (x.contiguous() for x in (tokens, blocks, slots))  # no copies of a step's
     arguments = view(k), view(v), *pages.arrays[:2], *pages.arrays[5:7], tokens, blocks, slots, tokens.shape[0]
-    tensors = k, v, pages.raw, tokens, blocks, slots
-    form = *((x.data_ptr() % 16, x.stride()) for x in tensors), k.dtype, k.device, pages.layout
+    form = *((x.data_ptr() % 16, x.stride()) for x in (k, v, pages.raw)), k.dtype, k.device, pages.layout
     launch, config = _launches(*form), Heads(size=k.shape[-1], group=1, wide=False)
     if k.is_cuda:
         launch.stream = driver.active.get_current_stream(k.get_device())

@@ -76,7 +76,7 @@ class DeviceRows:
         longest: int = 0,
         compression: Compression | None = None,
     ):
-        self.layout, self.shares, self.protects, self.compression = layout, shares, longest > 0, compression
+        self.layout, self.protects, self.compression = layout, longest > 0, compression
         self.numbers = {
             name: torch.full((capacity,), getattr(default, name) or 0, dtype=getattr(torch, dtype), device=device)
             for name, dtype in NUMBERS.items()

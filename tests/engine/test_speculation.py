@@ -135,13 +135,17 @@ def steps_of(start: int, new: int, right: int, spec) -> int:
 
 
 def test_mixed_numbers(served):
-    """Requests of one step have other numbers of right drafts. Answers are those without drafts."""
-    jobs = jobs_of(LENGTHS, 40)
-    texts = plain(served, jobs)
+    """Requests of one step have other numbers of right drafts. Answers are those without drafts, near-ties apart."""
+    jobs, near_ties = jobs_of(LENGTHS, 40), served.judge.near_ties
+    answers = served.serve(jobs)
+    served.check(answers)
+    texts = [whole(answers[served.names[str(i)]]) for i in range(len(jobs))]
+    served.engine.reset_prefix_cache()
     with drafting(texts, mixed()):
         answers = served.serve(jobs)
     served.check(answers)
-    assert [whole(answers[served.names[str(i)]]) for i in range(len(jobs))] == texts
+    others = sum(whole(answers[served.names[str(i)]]) != text for i, text in enumerate(texts))
+    assert others <= served.judge.near_ties - near_ties, "the oracle decided no tie of theirs"
 
 
 TAILS = ["state, protected", "mass, protected", "recency, all protected"]

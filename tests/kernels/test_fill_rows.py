@@ -238,22 +238,34 @@ class TestTriton:
     @pytest.mark.parametrize("shares", [None, Shares(((40, 8), (20, 92)))])
     @pytest.mark.parametrize("kind", ["window", "protected", "votes", "made slots"])
     def test_equals_the_reference(self, kind, shares, drafts):
-        """Requests, padding among them, and what they hold are drawn; all tensors are equal."""
+        """Requests, padding among them, and what they hold are drawn; all tensors are equal.
+
+        Prefixes have more blocks than a program has columns. Some requests are at their end, or at the first query that
+        votes. Only padding has no token in the flat batch.
+        """
         compression = {"votes": Compressed(16, False, True), "made slots": Compressed(9, True, False)}.get(kind)
         layout, slots = PageLayout(HEADS, SIZE, torch.float32, 16, 700, drafts=drafts), RequestSlots(0, 0, 40, 6)
-        longest, g = 0 if kind == "window" else LONGEST, torch.Generator().manual_seed(drafts)
+        longest, g, real = 0 if kind == "window" else 2100, torch.Generator().manual_seed(drafts), 0
+
+        def drawn(low, high, *shape):
+            return torch.randint(low, high, shape, generator=g, dtype=torch.int32)
+
         filled_rows = [DeviceRows(layout, slots, MOST, 9, shares, "cpu", longest, compression) for _ in range(2)]
-        real = 0
         for _ in range(8):
-            counts = torch.randint(0, 2 + drafts, (MOST,), generator=g, dtype=torch.int32)
-            lengths = counts + torch.randint(0, 150, (MOST,), generator=g, dtype=torch.int32) * (counts > 0)
-            table = torch.randint(0, 30, (MOST, 24), generator=g, dtype=torch.int32).clamp_min(3) - 3
-            places = torch.randint(-1, 9, (int(counts.sum()) + MOST,), generator=g)
-            sent = {"budget": torch.randint(24, 90, (MOST, 1), generator=g, dtype=torch.int32).repeat(1, HEADS)}
-            if longest:
-                sent["prefix"] = torch.randint(0, 150, (MOST,), generator=g)
+            counts = drawn(0, 2 + drafts, MOST)
+            lengths = counts + drawn(0, 150, MOST) * (counts > 0)
+            table = (drawn(0, 30, MOST, 145).clamp_min(3) - 3)[:, :-5]
+            places = drawn(-1, 9, max(1, int(counts.sum())) if drafts else MOST).long()
+            sent = {"budget": drawn(24, 90, MOST, 1).repeat(1, HEADS)}
+            starts = (lengths - (counts if drafts else 1)).clamp_min(0).long()
             if compression:
-                sent |= {name: lengths.long() // part for name, part in (("shift", 3), ("left", 2))}
+                sent |= {"shift": starts // 3, "left": lengths.long() // 2}
+                starts -= sent["shift"]
+            if longest:
+                queries = compression.queries if compression else 1
+                sent["prefix"] = torch.stack([drawn(0, 2100, MOST).long(), starts, starts + queries])[
+                    drawn(0, 3, MOST).long(), torch.arange(MOST)
+                ]
             firsts = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)]) if drafts else None
             for rows, impl in zip(filled_rows, ("reference", "triton"), strict=True):
                 rows.receive(sent)

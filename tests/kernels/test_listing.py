@@ -84,6 +84,7 @@ def test_choice_of_implementation():
         assert chosen(op, size=2 * (largest or 128)) == ("reference" if largest else "triton"), op
         assert chosen(op, size=largest or 64) == "triton", op
         assert chosen(op, dtype=torch.float64) == ("triton" if op == "running_topk" else "reference"), op
+    assert chosen("fill_rows", dtype=torch.int32) == "triton" and chosen("fill_rows", "cpu", torch.int32) == "reference"
     for op in ATTENDING:
         assert [chosen(op, dtype=torch.float32, size=size) for size in (256, 512)] == ["triton", "reference"]
     for op in ("delayed_mlstm", "future_attention_mass", "running_topk", "sparse_attention"):

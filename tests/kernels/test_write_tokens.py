@@ -17,7 +17,7 @@ def test_tokens_go_to_their_slots_alone(count):
     k, v = torch.randn(80, 6, 48).half().split(3, 1)
     tokens, places = torch.randperm(80)[:count], torch.randperm(9 * 16)[:count]
     impl = "triton" if INTERPRETED else "auto"
-    columns = torch.stack([tokens, places // 16, places % 16], 1).unbind(1)  # not contiguous, as a step has them
+    columns = torch.stack([tokens, places // 16, places % 16], 1).unbind(1)  # not contiguous
     ops.write_tokens(k, v, pages, *columns, impl=impl)
     for token, place in zip(tokens.tolist(), places.tolist(), strict=True):
         block, slot = divmod(place, 16)

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -106,6 +107,8 @@ def compile_only(self, *args, grid, warmup, **options):
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
     kind = options["P"].scorer if self.fn.__name__ in ("_evict_and_insert", "_attend", "_steps") else "any"
+    if self.fn.__name__ == "_fill":
+        kind = "compressed" if args[-2].compresses else "shares"
     if self.fn.__name__ == "_steps" and options["P"].residual:
         kind = "residual"
     if (self.fn.__name__, kind) not in compiled:
@@ -291,10 +294,13 @@ def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: 
     options, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
     options["sink_logits"] = sinks_of(q)
     write_tokens(k, v, pages, *torch.zeros(3, len(k), dtype=torch.int64))
-    rows = DeviceRows(p.layout, RequestSlots(0, 0, 40, 6), requests, 9, Shares(((40, 8), (20, 92))), "cpu", 200)
     numbers = (torch.zeros(requests + 1, dtype=dtype) for dtype in (torch.int32, torch.int64, torch.int32))
     lengths, places, firsts = numbers
-    fill_rows(rows, requests, lengths, torch.zeros(requests, 20, dtype=torch.int32), places, firsts)
+    table, slots = torch.zeros(requests, 20, dtype=torch.int32), RequestSlots(0, 0, 40, 6)
+    votes = SimpleNamespace(queries=16, makes_slots=False, adaptive_head_budgets=True)
+    rows = DeviceRows(p.layout, slots, requests, 9, Shares(((40, 8), (20, 92))), "cpu", 200)
+    fill_rows(rows, requests, lengths, table, places, firsts)
+    fill_rows(DeviceRows(p.layout, slots, requests, 9, None, "cpu", 200, votes), requests, lengths, table, places)
     with noted_reads(p.budgets, tokens) as read_names:
         for _ in range(2):
             launches.clear()

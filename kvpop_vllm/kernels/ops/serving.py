@@ -340,9 +340,9 @@ def fill_rows(
     Args:
         rows: tensors of the rows, which are written, and the numbers of the requests, which are read.
         count: R.
-        lengths: ``[>= R]`` int32, length of each request with the new tokens.
-        block_table: ``[>= R, W]`` int32, blocks of each request's prefix, state and tail.
-        slot_mapping: ``[T]`` int64, -1 if a token has no slot; other values are not used.
+        lengths: ``[>= R]`` integers, length of each request with the new tokens.
+        block_table: ``[>= R, W]`` int32, rows contiguous, blocks of each request's prefix, state and tail.
+        slot_mapping: ``[T]`` int64, -1 if a token has no slot; other values are not used. Without ``firsts`` T >= R.
         firsts: ``[> R]`` int32, index of each request's first token, and their number; without speculative
             decoding None, which stands for a token of each request.
         decodes: number of rows that are decoded, by default all. The others have chunks that are computed after the

@@ -176,6 +176,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.longest_prefix(longest),
             self.policy.compression,
         )
+        padding = (torch.zeros(shape, dtype=torch.int32, device=device) for shape in (1, (1, 1), 2))
+        lengths, table, firsts = padding
+        places = torch.full((1,), -1, device=device)
+        # compiles the kernel, which the profiling run does not launch
+        ops.fill_rows(self.rows, 1, lengths, table, places, firsts if self.layout.drafts else None)
         self.sized = False  # whether any request has had a budget of its own
         self.sent_slots: list[RequestSlots] | None = None  # slots that the device has the numbers of
         self.rounds = self.policy.order is Order.ROUNDS and self.policy.layer_rule(0, slice(0, 1)).rounds
