@@ -5,7 +5,7 @@ What the metadata say is compared with the CPU's in test_cuda_interpreted.py.
 
 import pytest
 import torch
-from engine.cuda_engine import HEADS, LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
+from engine.cuda_engine import HEADS, LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of, only_rank
 from engine.cuda_runners import RUNNERS, without_a_gpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -198,11 +198,13 @@ def test_no_value_is_asked_for(model, name):
 
     Nor may these tensors meet CPU tensors.
     """
-    group = group_of(configure(model, POLICIES[name]), device="meta")
+    config = configure(model, POLICIES[name])
+    group = group_of(config, device="meta")
     builder, layout = group.get_metadata_builder(), group.get_metadata_builder().layout
     shares = EqualHeads(layout.num_kv_heads)
     if name == "unequal":
-        shares = RegionShares(builder.rows.shares, layout, 40, "meta")
+        with only_rank(config):
+            shares = RegionShares(group.backend.shares(), layout, 40, "meta")
     pages = layout.view(torch.empty(40, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device="meta"))
     builder.take_requests([None] * 3, [50] * 3)
     for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):

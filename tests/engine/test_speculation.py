@@ -144,8 +144,8 @@ def test_mixed_numbers(served):
     with drafting(texts, mixed()):
         answers = served.serve(jobs)
     served.check(answers)
-    others = sum(whole(answers[served.names[str(i)]]) != text for i, text in enumerate(texts))
-    assert others <= served.judge.near_ties - near_ties, "the oracle decided no tie of theirs"
+    different = sum(whole(answers[served.names[str(i)]]) != text for i, text in enumerate(texts))
+    assert different <= served.judge.near_ties - near_ties, "the oracle decided no tie of theirs"
 
 
 TAILS = ["state, protected", "mass, protected", "recency, all protected"]
