@@ -22,7 +22,7 @@ REFERENCE, KERNELS = "kvpop_vllm/kernels/reference", "kvpop_vllm/kernels"
 CPP, TRITON = "csrc", "triton_kernels"
 DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefill_chunk.py"
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
-CHATS = "tests/engine/test_first_tokens.py"
+CHATS, ROWS = "tests/engine/test_first_tokens.py", "tests/kernels/test_fill_rows.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
 GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine"
@@ -224,6 +224,22 @@ FAULTS = {
         ("(int64_t h = 0; q > step.prefix(r) «→+ 1 »&& h < step.heads; h++) {", f"{PREFIX} -k 'out_of_order and cpp'"),
     ],
     # Triton, interpreted
+    f"{TRITON}/fill_rows.py": [
+        # only the first columns of long tables
+        ("tl.program_id(1)« * COLUMNS→ * 0» + tl.arange", f"{ROWS} -k 'protected and None and 0'"),
+        # the stride of rows is taken for their length
+        ("table += r * «stride→width»", f"{ROWS} -k 'window and None'"),
+        # the first token after a prompt's compression is read as one before it
+        ("(start «>=→>» prefix)", f"{ROWS} -k 'votes'"),
+        # the first query that votes is not stored
+        ("(end - prefix «>=→>» -P.queries)", f"{ROWS} -k 'votes'"),
+    ],
+    f"{REFERENCE}/fill_rows.py": [
+        # an answer's first token is protected too
+        ("inside = positions «<→<=» prefixes", f"{ROWS} -k 'padding or drafts'"),
+        # rows of padding have blocks
+        ("torch.where(since < 0, «0→1», ", f"{ROWS} -k padding"),
+    ],
     f"{TRITON}/_serving_retain.py": [
         # counted from the prefix's end
         ("tl.store(zero, «q + 1)  # tokens_seen→since + 1)»", f"{SERVING} -k 'holds and key'"),
