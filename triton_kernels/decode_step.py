@@ -196,4 +196,4 @@ def prefix_of(prefix) -> Cache:
 
 def floats(device, *shape) -> torch.Tensor:
     """Return an uninitialised float32 tensor."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
+    return torch.empty(*shape, dtype=torch.float32, device=device)  # sizes as a tuple take twice as long
