@@ -85,7 +85,7 @@ def _known(rule) -> tuple[Weights, dict, tuple]:
         weights, options = weights_of(rule.scorer, "prefill_chunk")
         stores = rule.compression or rule.rounds
         queries = stores and (stores.queries, rule.compresses, rule.first_query(1))
-        numbers = rule.sinks, rule.decay_step, rule.moment_correction, queries, *options.values()
+        numbers = rule.sinks, rule.decay_step, rule.moment_correction, queries, *options.items()
         record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
     return record
 
