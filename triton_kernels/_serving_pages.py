@@ -98,9 +98,9 @@ def _padded(name: str) -> property:
     return property(lambda self: triton.next_power_of_2(max(1, getattr(self, name))))
 
 
-def _behind(parts: int) -> property:
-    """Return a property that is the length of the first ``parts`` parts of a workspace, each a multiple of 16."""
-    return property(lambda self: sum(16 * triton.cdiv(size, 16) for size in self.work_sizes[:parts]))
+def _offset_after(count: int) -> property:
+    """Return a property that is the length of the first ``count`` parts of a workspace, each a multiple of 16."""
+    return property(lambda self: sum(16 * triton.cdiv(size, 16) for size in self.work_sizes[:count]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +176,7 @@ class KernelConfig(Order, Heads):
         products, slots = 2 * self.columns + self.values, self.most_slots
         return products, self.values, slots * self.residual, moments, corrected, self.group * slots * self.masses
 
-    numerators, factors, evicted_deltas, merged, logits, work = map(_behind, range(1, 7))
+    numerators, factors, evicted_deltas, merged, logits, work = map(_offset_after, range(1, 7))
     """Offsets of the parts of a workspace after the first, and the length of all."""
 
 

@@ -52,14 +52,14 @@ def lines_of(options) -> list[str]:
 
 def _memory(run: Run, room: int) -> list[str]:
     """Return the lines on the memory of a GPU that has ``room`` bytes."""
-    moment, parts = run.peak()
+    moment, bytes_by_part = run.peak()
     recipe, trained = run.recipe, "scorers and base" if run.recipe.trains_base else "scorers"
-    peak = sum(parts.values())
+    peak = sum(bytes_by_part.values())
     verdict = "fits into" if peak <= room else "does not fit into"
     return [
         f"{run.sizes.base / 1e9:.2f} billion parameters, {trained} trained on {run.gpus} GPU{'s' if run.gpus > 1 else ''};"
         f" rows of {recipe.length} tokens, {recipe.micro_batch} in a pass",
-        *_table({name: f"{count / 1e9:.2f} GB" for name, count in (parts | {"in all": peak}).items()}),
+        *_table({name: f"{count / 1e9:.2f} GB" for name, count in (bytes_by_part | {"in all": peak}).items()}),
         f"most in the {moment}; {verdict} {room / 1e9:.0f} GB, before what CUDA, NCCL and fragments take",
     ]
 
