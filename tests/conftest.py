@@ -114,6 +114,13 @@ NIGHTLY = {
 """Parts of the names of tests that `make test-all` leaves out: minutes, and others make most of their claims."""
 
 
+def pytest_generate_tests(metafunc):
+    """Refuse values in a set: each process orders strings by hashes of its own, and workers must collect equal lists."""
+    for mark in metafunc.definition.iter_markers("parametrize"):
+        values = mark.args[1] if len(mark.args) > 1 else mark.kwargs["argvalues"]
+        assert not isinstance(values, (set, frozenset)), f"{mark.args[0]}: a set has no order, name a list"
+
+
 def pytest_collection_modifyitems(items):
     """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow or nightly.
 

@@ -99,7 +99,7 @@ FAMILIES = {
     "qwen3_5_text": _DELTA_NET,
 }
 """Model types, each with what distinguishes its tiny model: where layers of full attention lie."""
-BFLOAT16 = frozenset({"qwen3_next", "qwen3_5_text"})
+BFLOAT16 = ("qwen3_next", "qwen3_5_text")
 """Model types that vLLM serves on a CPU in bfloat16 only. Their weights are in bfloat16, and those of the others in float32."""
 
 
