@@ -23,6 +23,7 @@ CPP, TRITON = "csrc", "triton_kernels"
 DECODE, PREFILL = "tests/kernels/test_decode_step.py", "tests/kernels/test_prefill_chunk.py"
 PREFIX, PRODUCT = "tests/kernels/test_prefix.py", "tests/policies/test_product.py"
 CHATS, ROWS = "tests/engine/test_first_tokens.py", "tests/kernels/test_fill_rows.py"
+LAYERS = "tests/kernels/test_triton_layers.py"
 CONTRACT, FAIL_SAFE = "tests/engine/test_contract.py", "tests/engine/test_fail_safe.py"
 SERVING, TRITON_PREFILL = "tests/kernels/test_triton_serving.py", "tests/kernels/test_triton_prefill.py"
 GPU = "KVPOP_PRETEND_CUDA=1 TRITON_INTERPRET=1 -p engine.cuda_platform tests/engine"
@@ -233,6 +234,22 @@ FAULTS = {
         ("(start «>=→>» prefix)", f"{ROWS} -k 'votes'"),
         # the first query that votes is not stored
         ("(end - prefix «>=→>» -P.queries)", f"{ROWS} -k 'votes'"),
+    ],
+    f"{TRITON}/_launch.py": [
+        # later layers read what a torch operation formed for the second one
+        ("= self._distinct« and not of_torch→»", f"{LAYERS} -k 'unknown_origin'"),
+        # a tensor with two roles stands for both in later layers
+        ("= «self._distinct and →»not of_torch", f"{LAYERS} -k 'two_roles'"),
+        # tuples keep the tensors of the second layer
+        ("if «self._varying.isdisjoint(places)→True»:", f"{LAYERS} -k 'addresses'"),
+        # workspaces overlap
+        ("values[place] = address« + start→»", f"{LAYERS} -k 'addresses'"),
+        # each piece has workspaces of its own
+        ("        self._end = «0→self._end»\n\n    def __call__", f"{LAYERS} -k 'addresses'"),
+    ],
+    f"{TRITON}/prefill_chunk.py": [
+        # a scorer's weights are those of the second layer
+        ("before.table\n    of_layer = *of_layer, *of_prefix«, *of_rule→»", f"{LAYERS} -k 'own and mlstm and 16'"),
     ],
     f"{REFERENCE}/fill_rows.py": [
         # an answer's first token is protected too

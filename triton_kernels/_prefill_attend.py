@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2
-from kvpop_vllm.kernels.triton._launch import launch
+from kvpop_vllm.kernels.triton._launch import DIRECT
 from kvpop_vllm.kernels.triton._matrix_tiles import load_rows, store_rows
 from kvpop_vllm.kernels.triton._prefill_plan import Piece, block_of
 from kvpop_vllm.kernels.triton._serving_pages import element_at, page_of
@@ -170,7 +170,7 @@ def blocks_of(config) -> Blocks:
     return Blocks(*block_rows(config, tile), tile.keys, {"num_warps": tile.warps, "num_stages": tile.stages})
 
 
-def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) -> Iterator[tuple]:
+def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=DIRECT) -> Iterator[tuple]:
     """List what blocks of ``block_q`` queries see, as many of them as memory allows at a time.
 
     Yield the grid of these blocks, and what a kernel takes of the lists: blocks, lists, counts, first block and a
@@ -183,8 +183,9 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) ->
         yield (count, heads), (blocks, counts, counts, 0, 0)
         return
     batch = min(count, max(1, LIST_BYTES // (8 * heads * room)))
-    lists = torch.empty(heads, batch, 2, room, dtype=torch.int32, device=gone.device)
-    counts = torch.empty(heads, batch, 2, dtype=torch.int32, device=gone.device)
+    lists, counts = (
+        launch.empty(heads, batch, *sizes, dtype=torch.int32, device=gone.device) for sizes in ((2, room), (2,))
+    )
     for skipped in range(0, count, batch):
         grid = min(batch, count - skipped), heads
         arguments = gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room
@@ -194,11 +195,11 @@ def key_lists(piece: Piece, config, cache, gone, block_q: int, launch=launch) ->
 
 def attend(
     piece: Piece, config, blocks: Blocks, q, tokens, cache, prefix, gone, right, scale, out, lse, sink_logits=None,
-    launch=launch,
+    launch=DIRECT,
 ) -> None:  # fmt: skip
     """Compute softmax attention of a piece's queries ``q [T, Hq, D]`` to what each of them sees, by ``gone``.
 
-    The other arguments are those of the kernels; ``out`` and ``lse`` are written.
+    The other arguments are those of the kernels, and ``launch`` of :mod:`_launch`; ``out`` and ``lse`` are written.
     """
     constants = config, blocks.rows, blocks.queries, blocks.keys
     for grid, listed in key_lists(piece, config, cache, gone, blocks.queries, launch):

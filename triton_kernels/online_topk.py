@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._launch import launch
+from kvpop_vllm.kernels.triton._launch import DIRECT
 from kvpop_vllm.kernels.triton._lowest_score import Order, effective, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._prefill_plan import LAST, Piece, numbers_of, segment
 
@@ -203,7 +203,7 @@ def _leave(
         tl.store(gone + offset + entry, tl.where((home >= 0) | (k == 0), until, LAST), mask=entry < total)
 
 
-def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None, launch=launch):
+def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None, launch=DIRECT):
     """Return ``[H, E]`` int32: the first query of its segment that does not see an entry's token, or :data:`LAST`.
 
     The values of long-range slots that are not in use before the piece have no meaning.
@@ -214,7 +214,7 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         position: ``[H, E]`` int32, -1 for slots that are not in use; overwritten.
         log_gamma, decay_step, ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
         keys: ``[R, H]`` int64 keys of draws, or None.
-        launch: see :mod:`_launch`.
+        launch: launches a kernel, see :mod:`_launch`.
     """
     gone, priority, ordered = piece.order
     if not piece.evicts:

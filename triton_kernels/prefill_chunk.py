@@ -5,14 +5,16 @@ The host never waits for the device. It works out in the first layer of a step w
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
-from kvpop_vllm.kernels.triton._launch import Launches
+from kvpop_vllm.kernels.triton._launch import Launches, Recording
 from kvpop_vllm.kernels.triton._prefill_attend import attend, blocks_of
 from kvpop_vllm.kernels.triton._prefill_plan import ROWS, Piece, pieces_of
 from kvpop_vllm.kernels.triton._prefill_scores import _mlstm_inputs, _mlstm_scores
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton._prefill_steps import _steps
-from kvpop_vllm.kernels.triton._serving_pages import KernelConfig, Step, View, Weights, view
+from kvpop_vllm.kernels.triton._serving_pages import Cache, KernelConfig, Step, View, Weights, view
 from kvpop_vllm.kernels.triton._tiles import DECODE, LARGE, tile_of
 from kvpop_vllm.kernels.triton.decode_step import cache_of, check_step, floats, kernel_config, prefix_of, weights_of
 from kvpop_vllm.kernels.triton.delayed_mlstm import OPTIONS, Tiles, _readout, _states
@@ -24,7 +26,6 @@ from kvpop_vllm.cache.chunks import Chunks, send
 from kvpop_vllm.cache.pages import Prefix, cdiv
 
 
-@torch.no_grad()
 def prefill_chunk(
     q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None, sink_logits=None,
     out=None,
@@ -41,7 +42,7 @@ def prefill_chunk(
     if chunks.budgets.device.type != "cpu":
         raise ValueError(f"prefill_chunk takes budgets on the CPU, got {chunks.budgets.device}")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    weights, options, form_of_rule = _known(rule)
+    weights, options, form_of_rule, of_rule = _known(rule)
     tensors = q, k, v, out, page_table, pages.raw, gate_scores, keys, sink_logits
     prefixes = () if prefix is None else (prefix.table, prefix.tokens, prefix.biased, prefix.pages.raw)
     form = *map(_form, (*tensors, *prefixes)), form_of_rule, pages.layout, q.shape[1:], page_table.shape[1:]
@@ -55,16 +56,28 @@ def prefill_chunk(
             alike = _ALIKE[form] = _Alike(*configs, q.device)
         return _Plan(chunks, rule, prefix, pages, page_table, alike)
 
-    plan = chunks.once((*form, q.shape[0], k.shape, v.shape, *map(id, prefixes[1:3])), make_plan)
+    same_pages = prefix is not None and prefix.pages is pages
+    of_step = q.shape[0], k.shape, v.shape, scale, same_pages, *map(id, prefixes[1:3])
+    plan = chunks.once((*form, *of_step), make_plan)
+    lse, before = floats(q.device, *q.shape[:2]), prefix_of(prefix)
+    of_prefix = () if same_pages else (before.k, before.v, before.score)
+    of_layer = q, k, v, out, lse, *pages.arrays[:5], page_table, gate_scores, keys, sink_logits, before.table
+    of_layer = *of_layer, *of_prefix, *of_rule
+    if plan.recording is not None and plan.recording.repeatable:
+        plan.recording.repeat(of_layer)
+        return out, lse
     if q.is_cuda:
         plan.alike.launch.stream = driver.active.get_current_stream(q.get_device())
-    of_call = scale, gate_scores, prefix, keys, sink_logits, out
-    run = _Prefill(q, k, v, pages, page_table, rule, weights, *of_call, plan)
-    for piece in plan.pieces:
-        run.process(piece)
-    if rule.sequential:
-        run.in_steps()
-    return run.out, run.lse
+    launch = plan.alike.launch
+    if plan.layers == 1:  # where each layer has a plan of its own, nothing is recorded
+        launch = plan.recording = Recording(launch, of_layer, interpreted=not q.is_cuda)
+    plan.layers += 1
+    of_call = scale, gate_scores, before, keys, sink_logits, out, lse
+    with torch.no_grad():
+        _Prefill(q, k, v, pages, page_table, rule, weights, *of_call, plan, launch).run()
+    if launch is plan.recording:
+        launch.close(plan.tensors())
+    return out, lse
 
 
 def _form(tensor: torch.Tensor | None) -> tuple | None:
@@ -79,14 +92,15 @@ _KNOWN, _ALIKE = WeakIdKeyDictionary(), {}
 MOST_FORMS = 256
 
 
-def _known(rule) -> tuple[Weights, dict, tuple]:
-    """Return a rule's weights and options of kernels, and all that launches and their checks depend on."""
+def _known(rule) -> tuple[Weights, dict, tuple, tuple]:
+    """Return a rule's weights and options of kernels, all that launches and their checks depend on, and its tensors."""
     if (record := _KNOWN.get(rule)) is None:
         weights, options = weights_of(rule.scorer, "prefill_chunk")
         stores = rule.compression or rule.rounds
         queries = stores and (stores.queries, rule.compresses, rule.first_query(1))
         numbers = rule.sinks, rule.decay_step, rule.moment_correction, queries, *options.items()
-        record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers)
+        tensors = rule.log_gamma, *(weight for weight in weights if weight is not None)
+        record = _KNOWN[rule] = weights, options, (*map(_form, (rule.log_gamma, *weights)), *numbers), tensors
     return record
 
 
@@ -117,10 +131,13 @@ class _Plan:
         right: ``[R, H]`` int32, 0 for a wrong start; all layers have seen the same tokens.
         pieces: pieces of all tokens, or if the rule is sequential, of those of prefixes.
         evicted: pieces whose evictions are known, if they are the same in all layers.
+        layers: how many layers have formed their arguments.
+        recording: launches of the second layer, or None.
     """
 
     def __init__(self, chunks: Chunks, rule, prefix: Prefix | None, pages, table, alike: _Alike):
         self.alike, self.prefix, self.blocks, self.evicted = alike, prefix, blocks_of(alike.config), set()
+        self.layers, self.recording = 0, None
         protected = biased = [0] * len(chunks)
         if prefix is not None:
             protected = prefix.tokens.tolist()
@@ -148,6 +165,16 @@ class _Plan:
             first += length
         return send(lines, device, torch.int32)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that the layers share."""
+        values = [self.numbers, self.right, *(value for piece in self.pieces for value in vars(piece).values())]
+        while values:
+            value = values.pop()
+            if isinstance(value, torch.Tensor):
+                yield value
+            elif isinstance(value, tuple | dict):
+                values.extend(value.values() if isinstance(value, dict) else value)
+
 
 class _Prefill:
     """Arguments and outputs of one call."""
@@ -163,19 +190,29 @@ class _Prefill:
         weights,
         scale,
         gate_scores,
-        prefix: Prefix | None,
+        before: Cache,
         keys,
         sink_logits,
         out,
+        lse,
         plan: _Plan,
+        launch: Launches | Recording,
     ):
         self.plan, self.right, self.alike = plan, plan.right, plan.alike
-        self.config, self.launch = plan.alike.config, plan.alike.launch
+        self.config, self.launch = plan.alike.config, launch
         self.sink_logits, self.weights = sink_logits, weights
         self.q, self.tokens, self.gate_scores, self.keys = view(q), (view(k), view(v)), gate_scores, keys
         self.rule, self.scale, self.device = rule, scale, q.device
-        self.cache, self.before = cache_of(pages, table), prefix_of(prefix)
-        self.out, self.lse, self.num_heads = out, floats(self.device, *q.shape[:2]), k.shape[1]
+        self.cache, self.before = cache_of(pages, table), before
+        self.out, self.lse, self.num_heads = out, lse, k.shape[1]
+
+    def run(self) -> None:
+        """Process all pieces, and the tokens after the prefixes of a sequential rule."""
+        for piece in self.plan.pieces:
+            self.launch.reuse()
+            self.process(piece)
+        if self.rule.sequential:
+            self.in_steps()
 
     def process(self, piece: Piece) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
@@ -203,12 +240,13 @@ class _Prefill:
             inserted = self.gate_scores[piece.tail_rows].T.contiguous()
         if scorer.recurrent and not scorer.delayed:
             inserted = self._read(piece, None)
-        left = torch.empty(
-            self.num_heads, piece.rows, 2 * self.config.size, dtype=self.cache.k.dtype, device=self.device
-        )
+        sizes = self.num_heads, piece.rows, 2 * self.config.size
+        left = self.launch.empty(*sizes, dtype=self.cache.k.dtype, device=self.device)
         if scorer.recurrent and scorer.delayed:
             return left, inserted, self._read(piece, left)
-        score = None if inserted is None else torch.empty_like(inserted)
+        score = None
+        if inserted is not None:
+            score = self.launch.empty(*inserted.shape, dtype=inserted.dtype, device=self.device)
         arguments = self.tokens, inserted, self.cache, piece.segments, piece.blocks(), left, score, piece.rows
         self._of_rows(_gather, piece, arguments, (self.config, ROWS), num_warps=4)
         if inserted is None and not scorer.draws and scorer.kernel != "none":
@@ -221,9 +259,9 @@ class _Prefill:
         tiles, counts, (f, v) = self.alike.tiles, (rows // ROWS, len(piece)), (config.features, config.values)
         states = sum(counts)
         sizes = rows * f, rows * f, rows * v, rows * v, rows, rows, rows, states * f * v, states * f, states
-        sizes = [4 * cdiv(heads * size, 4) for size in sizes]  # each begins at a multiple of 16 bytes
-        workspaces = floats(self.device, sum(sizes)).split(sizes)  # one allocation takes the host less time than ten
-        read, write, values, readouts, igate, decay, score, *of_blocks = workspaces
+        read, write, values, readouts, igate, decay, score, *of_blocks = (
+            self.launch.empty(heads, size, dtype=torch.float32, device=self.device) for size in sizes
+        )
         of_rows = self.tokens, left, self.weights, self.cache, piece.segments, blocks
         self._of_rows(
             _mlstm_inputs, piece, (*of_rows, read, write, values, igate, decay, *of_blocks[1:], rows, states),
@@ -242,7 +280,7 @@ class _Prefill:
         )  # fmt: skip
         of_rows = self.tokens, left, self.weights, piece.segments, blocks, readouts, score, rows
         self._of_rows(_mlstm_scores, piece, of_rows, (config, ROWS), num_warps=4)
-        return score.view(heads, rows)
+        return score
 
     def _evict(self, piece: Piece, score: torch.Tensor | None) -> None:
         """Find when keys of a piece are evicted, and the slots of tokens that leave the window."""
@@ -268,11 +306,11 @@ class _Prefill:
         biased = View() if self.before.score is None else biased
         of_tokens = self.q, *self.tokens, view(self.gate_scores)
         of_requests = positions, view(numbers[:, 7:]), windows, view(self.keys), protected, biased
-        work = torch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
+        work = self.launch.empty(*self.right.shape, config.work, dtype=torch.float32, device=self.device)
         of_layer = self.cache, self.before, self.weights, self.rule.log_gamma, self.scale
         step = Step(*of_tokens, *of_requests, *of_layer, self.out, self.lse, work, sink_logits=self.sink_logits)
         stages = tile_of(DECODE, config.wide, config.size).stages
         if config.residual and config.size > LARGE:  # no block of 64 KiB of products is loaded ahead
             stages = 2
-        options = {"P": config, "num_warps": 8, "num_stages": stages}
-        _steps[(1, *self.right.T.shape)](step, tokens, counts, self.right, **options, enable_fp_fusion=False)
+        arguments, options = (step, tokens, counts, self.right), {"num_warps": 8, "num_stages": stages}
+        self.launch(_steps, (1, *self.right.T.shape), arguments, (config,), **options, enable_fp_fusion=False)

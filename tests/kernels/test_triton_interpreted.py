@@ -19,6 +19,7 @@ TESTS = (
     "test_triton_bytes.py",
     "test_triton_variants.py",
     "test_triton_launches.py",
+    "test_triton_layers.py",
     "test_running_topk.py",
     "test_sparse_attention.py",
     "test_future_attention_mass.py",

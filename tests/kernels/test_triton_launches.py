@@ -44,13 +44,13 @@ def launched(monkeypatch):
 
 
 def prefill(case: str, budget: int, lengths: list[int], launched: list[str]) -> list[str]:
-    """Prefill prompts in two layers, and return the kernels that the second one launches."""
+    """Prefill prompts in three layers, and return the kernels that the last one launches."""
     sizes = dict(requests=len(lengths), heads=8, group=4, size=16, sinks=4, window=16, topk=budget - 20)
     p = Problem(case, **sizes, dtype=torch.float16, q_dtype=torch.float16).prepare()
     pages, tokens = poisoned_pages(p.layout, p.num_blocks), sum(lengths)
     q, k, v = (torch.zeros(tokens, heads, p.size, dtype=p.dtype) for heads in (p.heads * p.group, p.heads, p.heads))
     chunks = Chunks([0] * len(lengths), lengths, p.budgets, [p.window] * len(lengths))
-    for _ in range(2):
+    for _ in range(3):
         launched.clear()
         options = dict(rule=p.rule, scale=1.0, gate_scores=given_scores(p.rule, k), impl="triton")
         ops.prefill_chunk(q, k, v, pages, p.table, chunks, **options)
