@@ -8,7 +8,7 @@ ones, and less than one block is reserved beyond what is used.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,6 +74,10 @@ class EqualHeads:
         budgets = budgets if budgets.dim() == 2 else budgets.unsqueeze(1).expand(-1, self.heads)
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
+    def place_layers(self, *of_rows) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """Return :meth:`place` as a function of the layer alone, for rows of one step. Arguments are the others of it."""
+        return lambda layer: self.place(layer, *of_rows)
+
 
 def by_request(budgets: torch.Tensor) -> torch.Tensor:
     """Return B ``[R]`` of requests whose budgets are ``[R]``, or ``[R, H]`` with equal heads as a GPU's rows have them."""
@@ -108,8 +112,8 @@ class RegionMap(NamedTuple):
     """Map from the pages of each head to the regions of a request's blocks, for requests with one budget.
 
     Attributes:
-        ordinal: ``[P, layers, H]``, index into the request's blocks.
-        offset: ``[P, layers, H]``, what is added to H times the block to get the region.
+        ordinal: ``[layers, H, P]``, index into the request's blocks.
+        offset: ``[layers, H, P]``, what is added to H times the block to get the region.
         budgets: ``[layers, H]`` int32.
         on_cpu: the same on the CPU.
     """
@@ -178,11 +182,11 @@ class RegionShares(EqualHeads):
         layout, per_block = self.layout, shares.layers * shares.heads
         full = torch.tensor([[layout.blocks(budget, budget) for budget in layer] for layer in shares.budgets])
         # regions are handed out in this order: consecutive numbers fill one block of all layers after another
-        number = page_numbers(full.flatten(), int(full.max())).unflatten(1, full.shape)  # [P, layers, H]
+        number = page_numbers(full.flatten(), int(full.max())).T.unflatten(0, full.shape)  # [layers, H, P]
         layer, head = number % per_block // shares.heads, number % shares.heads
         offset = layer * self.num_blocks * shares.heads + head
         budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
-        sent = (tensor.to(self.device) for tensor in (number // per_block, offset, budgets))
+        sent = (tensor.contiguous().to(self.device) for tensor in (number // per_block, offset, budgets))
         return RegionMap(*sent, budgets)
 
     def place(self, layer, tails, compressed, budgets, windows):
@@ -191,26 +195,47 @@ class RegionShares(EqualHeads):
         Entries of pages that are not claimed are the number of another region. Budgets lie where the given ones do.
         """
         layer -= self.shares.first
+        by_head, tables = self._place(slice(layer, layer + 1), tails, budgets, windows)
+        return by_head[0], tables[0]
+
+    def place_layers(self, tails, compressed, budgets, windows):
+        """Return what :meth:`EqualHeads.place_layers` does.
+
+        On a CPU all layers are placed together, since calling torch takes longer than what it computes. On a GPU a
+        graph must record how each layer is placed.
+        """
+        if tails.device.type != "cpu":
+            return super().place_layers(tails, compressed, budgets, windows)
+        by_head, tables = self._place(slice(None), tails, budgets, windows)
+        places = list(zip(by_head.unbind(), tables.unbind(), strict=True))
+        return lambda layer: places[layer - self.shares.first]
+
+    def _place(
+        self, layers: slice, tails: torch.Tensor, budgets: torch.Tensor, windows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return budgets ``[L, R, H]`` and pages ``[L, R, H, P]`` in L layers of this rank."""
         on_cpu = budgets.device.type == "cpu"
         if self.division is None:
-            return self._place(self.server, layer, tails, on_cpu)
+            return self._place_alike(self.server, layers, tails, on_cpu)
         maps = self._maps_of(budgets, windows)
         if len(maps) == 1:
-            return self._place(maps[0][0], layer, tails, on_cpu)
-        width = max(len(regions.ordinal) for regions, _ in maps)
-        table = tails.new_zeros(len(tails), self.shares.heads, width)
-        by_head = budgets.new_zeros(len(tails), self.shares.heads)
+            return self._place_alike(maps[0][0], layers, tails, on_cpu)
+        width = max(regions.ordinal.shape[2] for regions, _ in maps)
+        count = len(range(self.shares.layers)[layers])
+        table = tails.new_zeros(count, len(tails), self.shares.heads, width)
+        by_head = budgets.new_zeros(table.shape[:3])
         for regions, rows in maps:
-            by_head[rows], table[rows, :, : len(regions.ordinal)] = self._place(regions, layer, tails[rows], on_cpu)
+            alike = self._place_alike(regions, layers, tails[rows], on_cpu)
+            by_head[:, rows], table[:, rows, :, : regions.ordinal.shape[2]] = alike
         return by_head, table
 
-    def _place(self, regions: RegionMap, layer: int, tails: torch.Tensor, on_cpu: bool) -> tuple:
-        """Return budgets and pages of requests with the budgets of a map, in a layer of this rank."""
-        ordinal = regions.ordinal[:, layer].T  # [H, P]
+    def _place_alike(self, regions: RegionMap, layers: slice, tails: torch.Tensor, on_cpu: bool) -> tuple:
+        """Return what :meth:`_place` does, for requests with the budgets of a map."""
         # pages beyond a short request's row are not claimed, and no kernel reads them
-        block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
-        rows = (block * self.shares.heads + regions.offset[:, layer].T).int()
-        return (regions.on_cpu if on_cpu else regions.budgets)[layer].expand(len(tails), -1), rows
+        block = tails.long()[:, regions.ordinal[layers].clamp_max(tails.shape[1] - 1)]  # [R, L, H, P]
+        rows = (block * self.shares.heads + regions.offset[layers]).int().transpose(0, 1).contiguous()
+        by_head = (regions.on_cpu if on_cpu else regions.budgets)[layers]
+        return by_head.unsqueeze(1).expand(-1, len(tails), -1), rows
 
     def view(self, storage: torch.Tensor) -> Pages:
         """Return all regions of the pool: ``[layers * num_blocks * H, H, N * C]``, the same for every head.

@@ -303,6 +303,12 @@ class StepBatch(DecodeRows):
 
     once = once
 
+    def having(self, **values) -> StepBatch:
+        """Return a copy with other values and a memo of its own, as ``replace`` does, but quickly."""
+        batch = object.__new__(StepBatch)
+        batch.__dict__.update(self.__dict__, _memo={}, **values)
+        return batch
+
 
 class Between(NamedTuple):
     """Requests for which something is due between their last step and the next one.
@@ -370,7 +376,8 @@ class StepPlan:
         checks: bool = True,
         late: bool = False,
     ):
-        self.layout, self.checks, self.late, self._shared = layout, checks, late, None
+        self.layout, self.checks, self.late = layout, checks, late
+        self._shared = self._everywhere = self._placed_by = None
         singles, chunked = [], []
         for span in spans:
             pieces = [span] if span.after is None else cut_at_prompt_end(span)
@@ -481,15 +488,18 @@ class StepPlan:
 
     def _place(self, shares: EqualHeads, layer: int) -> StepBatch:
         """Return the step in the pages of a layer. Arguments are as in :meth:`batch`."""
-        rows, chunks, begun, places = self.rows, self.chunks, self.begun, []
-        step = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
+        rows, chunks, begun, places, step = self.rows, self.chunks, self.begun, [], {}
+        if self._placed_by is not shares:
+            of_rows = rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window")
+            of_chunks = self.tails, self.compressed, chunks.budgets, chunks.windows
+            self._placed_by = shares
+            self._place_rows = shares.place_layers(*of_rows) if rows.decodes else None
+            self._place_chunks = shares.place_layers(*of_chunks) if len(chunks) else None
         if rows.decodes:
-            step["budgets"], step["table"] = shares.place(
-                layer, rows.tails, rows.compressed, rows.numbers["budget"], rows.windows
-            )
+            step["budgets"], step["table"] = self._place_rows(layer)
             places.append(step["table"])
         if len(chunks):
-            budgets, pages = shares.place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+            budgets, pages = self._place_chunks(layer)
             # a memo of its own, since what is memoised depends on the pages
             chunks = replace(chunks, budgets=budgets, table=pages)
             places.append(pages[self.first_parts])
@@ -502,7 +512,11 @@ class StepPlan:
             width = max(part.shape[2] for part in paged)  # requests of other budgets may have fewer pages
             paged = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in paged]
             begun = begun._replace(table=torch.cat(paged) if len(paged) > 1 else paged[0])
-        return StepBatch(**step, chunks=chunks, begun=begun, late=self.late)
+        if self._everywhere is None:
+            of_rows = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
+            known = {"decodes": rows.decodes, "options": rows.options}  # formed once, not in each layer
+            self._everywhere = StepBatch(**of_rows, late=self.late).having(**known)
+        return self._everywhere.having(chunks=chunks, begun=begun, **step)
 
 
 def plan_batch(

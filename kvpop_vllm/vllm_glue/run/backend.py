@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 from vllm import envs
 from vllm.config import get_current_vllm_config
 from vllm.distributed.parallel_state import (
@@ -340,7 +340,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention: FixedBudgetAttention | None = None
         self.layer, self.shares, self.division, self.shard = None, None, None, 0
         self.gates: torch.nn.ModuleList | None = None
-        self._pages = WeakTensorKeyDictionary()
+        self._bound: tuple[weakref.ref, tuple[Pages, EqualHeads, Pages]] | None = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Build the layer's rule; a scorer's tensors have been loaded by then.
@@ -441,9 +441,14 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         Returns:
             The pages, by region if heads have unequal shares; how heads share slots; the layer's own pages by block.
         """
-        if (pages := self._pages.get(kv_cache)) is None:
-            pages = self._pages[kv_cache] = self._view(kv_cache)
-        return pages
+        if self._bound is None or self._bound[0]() is not kv_cache:
+            self._bound = weakref.ref(kv_cache, self._forget), self._view(kv_cache)
+        return self._bound[1]
+
+    def _forget(self, cache: weakref.ref) -> None:
+        """Drop the views of a cache that vLLM has dropped, and with them its memory."""
+        if self._bound is not None and self._bound[0] is cache:
+            self._bound = None
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, EqualHeads, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
