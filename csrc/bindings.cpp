@@ -356,9 +356,13 @@ std::tuple<Tensor, Tensor> results_in(DecodeStep& step, Tensor out, Tensor lse) 
     return {out, lse};
 }
 
-// Allocates the output, shaped like q, and its log-sum-exps, and sets the step's pointers to them.
-std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
-    Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
+// Allocates the output, shaped like q, unless there is one, and its log-sum-exps, and sets the step's pointers to them.
+std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q, const std::optional<Tensor>& into = std::nullopt) {
+    if (into) {
+        check(*into, "out", q.scalar_type(), q.sizes());
+        TORCH_CHECK_VALUE(into->is_contiguous(), "out must be contiguous");
+    }
+    Tensor out = into ? *into : at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
     return results_in(step, out, at::empty({q.size(0), q.size(1)}, out.options().dtype(at::kFloat)));
 }
 
@@ -367,7 +371,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
                                        const Tensor& positions, const Tensor& budgets, const Tensor& windows,
                                        const Rule& rule, double scale, const std::optional<Tensor>& given,
                                        const PrefixTensors& prefix, const std::optional<Tensor>& keys,
-                                       const std::optional<Tensor>& sink_logits) {
+                                       const std::optional<Tensor>& sink_logits, const std::optional<Tensor>& out) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
@@ -380,7 +384,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
     check_requests(step, [](int64_t) { return 1; }, page_table.size(2), raw.size(0));
     check_order(step);
     step.has_drafts = has_drafts;
-    const auto results = allocate_results(step, q);
+    const auto results = allocate_results(step, q, out);
     kvpop::decode_step(step);
     return results;
 }
@@ -393,7 +397,7 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
                                        const Tensor& drafts, const Tensor& budgets, const Tensor& windows, const Rule& rule,
                                        double scale, const std::optional<Tensor>& given,
                                        const PrefixTensors& prefix, const std::optional<Tensor>& keys,
-                                       const std::optional<Tensor>& sink_logits) {
+                                       const std::optional<Tensor>& sink_logits, const std::optional<Tensor>& out) {
     kvpop::VerifyStep verified{};
     DecodeStep& step = verified.step;
     fill_tokens(step, q, k, v);
@@ -431,7 +435,7 @@ std::tuple<Tensor, Tensor> verify_step(const Tensor& q, const Tensor& k, const T
     check_requests(step, [&](int64_t r) { return std::max(verified.drafts_of(r), int64_t(0)) + 1; }, page_table.size(2), raw.size(0));
     check_staged(verified);
     step.has_drafts = most > 0;
-    const auto results = allocate_results(step, q);
+    const auto results = allocate_results(step, q, out);
     std::vector<bool> written(tokens);
     for (int64_t r = 0; r < requests; r++)
         for (int64_t j = 0; j <= verified.drafts_of(r); j++) written[verified.first_token(r) + j] = true;

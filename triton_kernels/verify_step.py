@@ -33,7 +33,7 @@ from kvpop_vllm.kernels.triton.decode_step import (
 
 def verify_step(
     q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, *, rule, scale, gate_scores=None, prefix=None,
-    keys=None, windows, sink_logits=None,
+    keys=None, windows, sink_logits=None, out=None,
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.verify_step`.
 
@@ -57,7 +57,8 @@ def verify_step(
     weights, options = weights_of(rule.scorer, "verify_step")
     requests, heads, group = len(positions), k.shape[1], q.shape[1] // k.shape[1]
     check_step(q, k, v, pages, rule, weights, prefix, requests, rule.window, "verify_step")
-    out, lse = torch.zeros_like(q, memory_format=torch.contiguous_format), floats(q.device, *q.shape[:2])
+    out = torch.zeros_like(q, memory_format=torch.contiguous_format) if out is None else out.zero_()
+    lse = floats(q.device, *q.shape[:2])
     lse.fill_(-torch.inf)
     if not requests:
         return out, lse

@@ -117,8 +117,7 @@ class FixedBudgetAttention:
             scores = None if gate_scores is None else gate_scores[part]
             of_rows = q, k, v, out
             *of_rows, into = of_rows if (part.start, part.stop) == (0, len(q)) else (x[part] for x in of_rows)
-            outputs, _ = ops.verify_step(*of_rows, pages, batch.table, *numbers, gate_scores=scores, **options)
-            into.copy_(outputs)
+            ops.verify_step(*of_rows, pages, batch.table, *numbers, gate_scores=scores, out=into, **options)
         if self.rule.rounds is not None and not batch.late:
             tokens, rows, due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
             table, seeds = batch.table[rows], None if batch.seeds is None else batch.seeds[rows]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from dataclasses import replace
 
 import pytest
 import torch
 from kernels.problems import SOME_CASES, Problem, decided, problem
-from kernels.served import INTERPRETED, ISAS, Pool, Served, check_exact
+from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, Served, check_exact
 
 from kvpop_vllm.cache.pages import PageLayout
 from kvpop_vllm.config import ConfigError
@@ -394,3 +395,38 @@ if INTERPRETED:
         p = problem("none", drafts=9, roles=(1, 5, 5))
         with pytest.raises(ValueError, match="takes 1 to w = 8 drafts, got 9"):  # the rule's window is 3 larger here
             Pool(p).verify({0: 1}, "triton")
+
+
+@pytest.mark.parametrize("op", ["decode_step", "verify_step"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_outputs_are_written_to_a_given_tensor(impl, op, monkeypatch):
+    p = problem("mlstm", 0, 0, drafts=MOST)
+    call = {"decode_step": lambda pool: pool.decode([0], impl), "verify_step": lambda pool: pool.verify({0: 3}, impl)}[
+        op
+    ]
+    expected = call(Pool(p))[0]
+    out = torch.full_like(expected, torch.nan)
+    monkeypatch.setattr(ops, op, functools.partial(getattr(ops, op), out=out))
+    written = call(Pool(p))[0]
+    assert written.data_ptr() == out.data_ptr() and torch.equal(out, expected)
+
+
+if not INTERPRETED:
+
+    @pytest.mark.parametrize("op", ["decode_step", "verify_step"])
+    def test_an_output_that_does_not_fit_is_refused(op, monkeypatch):
+        p = problem("mlstm", 0, 0, drafts=MOST)
+        call = {
+            "decode_step": lambda pool: pool.decode([0], "cpp"),
+            "verify_step": lambda pool: pool.verify({0: 3}, "cpp"),
+        }[op]
+        out, step = torch.empty_like(call(Pool(p))[0]), getattr(ops, op)
+        wrong = {
+            "out must be contiguous": (ValueError, out.new_empty(*out.shape, 2)[..., 0]),
+            "out must have shape": (ValueError, out[:0]),
+            "out must be a CPU tensor of Float": (TypeError, out.double()),
+        }
+        for message, (error, tensor) in wrong.items():
+            monkeypatch.setattr(ops, op, functools.partial(step, out=tensor))
+            with pytest.raises(error, match=message):
+                call(Pool(p))

@@ -44,7 +44,7 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor | None, ...] | None:
 
 def decode_step(
     q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows,
-    sink_logits=None,
+    sink_logits=None, out=None,
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
@@ -52,7 +52,7 @@ def decode_step(
     place = pages.raw, layout.block_slots, layout.state_blocks, layout.drafts > 0
     requests = page_table, positions, budgets, windows
     try:
-        more = gate_scores, tensors_of(prefix), keys, sink_logits
+        more = gate_scores, tensors_of(prefix), keys, sink_logits, out
         return _C.decode_step(q, k, v, *place, *requests, packed(rule), scale, *more)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

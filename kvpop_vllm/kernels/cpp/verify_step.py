@@ -9,7 +9,7 @@ _C = load_extension()
 
 def verify_step(
     q, k, v, pages, page_table, positions, first_tokens, drafts, budgets, *, rule, scale, gate_scores=None, prefix=None,
-    keys=None, windows, sink_logits=None,
+    keys=None, windows, sink_logits=None, out=None,
 ):  # fmt: skip
     """Implement :func:`kvpop_vllm.kernels.ops.verify_step`."""
     check_dtype(k, pages)
@@ -18,7 +18,7 @@ def verify_step(
     place = pages.raw, layout.block_slots, layout.state_blocks, *staging, page_table
     requests = positions, first_tokens, drafts, budgets, windows
     try:
-        optional = gate_scores, tensors_of(prefix), keys, sink_logits
+        optional = gate_scores, tensors_of(prefix), keys, sink_logits, out
         return _C.verify_step(q, k, v, *place, *requests, packed(rule), scale, *optional)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

@@ -95,12 +95,12 @@ def decode_step(
 
 
 def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
-    """Return the implementation of an op that returns ``out``: Triton writes outputs there, those of others are copied."""
+    """Return the implementation of an op that returns ``out``: most write outputs there, those of others are copied."""
     impl = chosen(op, impl, q)
     run = resolve(op, impl, q)
     if out is None:
         return run
-    if impl == "triton":
+    if impl == "triton" or (impl == "cpp" and op != "prefill_chunk"):
         return functools.partial(run, out=out)
 
     def copied(*args, **options):
@@ -128,6 +128,7 @@ def verify_step(
     seeds: torch.Tensor | None = None,
     windows: torch.Tensor | None = None,
     sink_logits: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token, and show its drafts what they would see if they were accepted.
@@ -175,6 +176,7 @@ def verify_step(
         seeds: ``[R]`` int64, as in :func:`decode_step`.
         windows: ``[R]`` int32, w of each request, by default the rule's.
         sink_logits: ``[Hq]`` float32, as in :func:`decode_step`.
+        out: ``[T, Hq, D]``, as in :func:`decode_step`.
         impl: implementation.
 
     Returns:
@@ -190,7 +192,7 @@ def verify_step(
             (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. A request
             with more drafts than its own w gets NaN, and nothing is written for it.
     """
-    run = resolve("verify_step", impl, q)
+    run = _writing(out, "verify_step", impl, q)
     _check_sinks(sink_logits, q)
     rule, options = _inputs_of(rule, k, v, gate_scores, seeds, (len(positions),))
     if windows is None:
