@@ -6,7 +6,7 @@ several times as long as a launch, and so does forming the arguments of all kern
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -24,12 +24,12 @@ class Direct:
 
     empty = staticmethod(torch.empty)
 
+    def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options) -> None:
+        """Launch a kernel."""
+        kernel[grid](*arguments, *constants, **options)
+
     def reuse(self) -> None:
         """Let the workspaces that follow take the memory of those so far, as those that nobody holds do anyway."""
-
-    def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options):
-        """Launch a kernel and return it as Triton has compiled it, or None if it is interpreted."""
-        return kernel[grid](*arguments, *constants, **options)
 
 
 DIRECT = Direct()
@@ -45,7 +45,11 @@ class Launches(Direct):
     def __init__(self):
         self._compiled, self.stream = {}, None
 
-    def __call__(
+    def __call__(self, *launch, **options) -> None:
+        """Launch a kernel. Arguments are those of :meth:`launch`."""
+        self.launch(*launch, **options)
+
+    def launch(
         self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options
     ) -> tuple[Callable, tuple]:
         """Launch a kernel.
@@ -54,14 +58,14 @@ class Launches(Direct):
             A function that launches it again and its first arguments; ``arguments`` and ``constants`` follow.
         """
         key, place = (id(kernel), *constants, *options.values()), (*(*grid, 1)[:3], self.stream)
-        if (known := self._compiled.get(key)) is not None:
-            run, *of_kernel = known
+        if (entry := self._compiled.get(key)) is not None:
+            run, *of_kernel = entry
             run(*place, *of_kernel, *arguments, *constants)
-        elif (compiled := super().__call__(kernel, grid, arguments, constants, **options)) is not None:
+        elif (compiled := kernel[grid](*arguments, *constants, **options)) is not None:
             no_hooks = None, None, None
             run, *of_kernel = compiled.run, compiled.function, compiled.packed_metadata, *no_hooks
             self._compiled[key] = run, *of_kernel
-        else:
+        else:  # interpreted
             return partial(kernel[grid], **options), ()
         return run, (*place, *of_kernel)
 
@@ -70,7 +74,8 @@ class Recording(Direct):
     """Launches of a layer, which :meth:`repeat` makes again with the tensors of another one.
 
     A call launches a kernel and records it. A recording that holds a tensor of unknown origin cannot be repeated, for
-    example the result of a torch operation.
+    example the result of a torch operation. An operation that writes to a tensor in place is not seen: between launches
+    there may be none, unless it writes the same in all layers.
 
     Args:
         launches: launches the kernels.
@@ -81,14 +86,20 @@ class Recording(Direct):
         repeatable: whether the launches can be repeated, False before :meth:`close`.
     """
 
-    def __init__(self, launches: Launches, tensors: Iterable[torch.Tensor | None], interpreted: bool):
-        tensors = list(tensors)
+    def __init__(self, launches: Launches, tensors: Sequence[torch.Tensor | None], interpreted: bool):
         self._launches, self._interpreted, self.repeatable = launches, interpreted, False
         self._values: list[Any] = [None] * len(tensors)  # what arguments are chosen from; those of a layer come first
-        self._places = {id(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
-        self._distinct = len(self._places) == sum(tensor is not None for tensor in tensors)
-        self._varying, self._alive, self._unknown = set(range(len(tensors))), [*tensors], []
-        self._tuples, self._calls, self._workspaces, self._end, self._size = [], [], [], 0, 0
+        self._of_layer = {id(tensor): place for place, tensor in enumerate(tensors) if tensor is not None}
+        self._distinct = len(self._of_layer) == sum(tensor is not None for tensor in tensors)
+        self._varying, self._unknown = set(range(len(tensors))), []
+        self._tuples, self._calls, self._workspaces, self._size, self._device = [], [], [], 0, None
+        self.reuse()
+
+    def reuse(self) -> None:
+        """Let the workspaces that follow take the memory of those so far."""
+        self._end = 0
+        # places by the id of a value, which lives as long as its entry, or another value might get its id
+        self._places, self._alive = dict(self._of_layer), []
 
     def empty(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a workspace that is no longer needed after the layer or after :meth:`reuse`."""
@@ -100,13 +111,10 @@ class Recording(Direct):
         self._size, self._device = max(self._size, self._end), device
         return workspace
 
-    def reuse(self) -> None:
-        """Let the workspaces that follow take the memory of those so far."""
-        self._end = 0
-
-    def __call__(self, kernel, grid: tuple[int, ...], arguments: tuple, constants: tuple, **options) -> None:
-        """Launch a kernel and record it."""
-        run, first = self._launches(kernel, grid, arguments, constants, **options)
+    def __call__(self, *launch, **options) -> None:
+        """Launch a kernel and record it. Arguments are those of :meth:`Launches.launch`."""
+        _, _, arguments, constants = launch
+        run, first = self._launches.launch(*launch, **options)
         self._calls.append((run, _items([self._place(value) for value in (*first, *arguments, *constants)])))
 
     def close(self, shared: Iterable[torch.Tensor]) -> None:
@@ -114,7 +122,7 @@ class Recording(Direct):
         storages = {tensor.untyped_storage().data_ptr() for tensor in shared}
         of_torch = any(tensor.untyped_storage().data_ptr() not in storages for tensor in self._unknown)
         self.repeatable = self._distinct and not of_torch
-        self._alive = self._unknown = self._places = None
+        self._of_layer = self._places = self._alive = self._unknown = None
 
     def repeat(self, tensors: Iterable[torch.Tensor | None]) -> None:
         """Launch the kernels for another layer, with ``tensors`` in the order of the first one's."""
@@ -122,7 +130,7 @@ class Recording(Direct):
         for place, tensor in enumerate(tensors):
             if tensor is not None:
                 values[place] = self._argument(tensor)
-        if self._size:
+        if self._workspaces:
             memory = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             if self._interpreted:
                 for place, start, shape, dtype in self._workspaces:
@@ -166,7 +174,7 @@ class Recording(Direct):
         self._values.append(argument)
         if value is not None:
             self._places[id(value)] = place
-            self._alive.append(value)  # or another value might get its id
+            self._alive.append(value)
         return place
 
 

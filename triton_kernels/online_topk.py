@@ -218,7 +218,7 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
     """
     gone, priority, ordered = piece.order
     if not piece.evicts:
-        return gone.fill_(LAST.value)
+        return gone.fill_(LAST.value)  # for all layers: a piece that does not evict writes nothing else there
     arrays, heads = (piece.segments, piece.topk, piece.entries), score.shape[0]
     if decay_step == 1 and not ages and keys is None:
         width, lanes, step = piece.width, min(LANES, piece.width), min(STEP, piece.width)
@@ -232,6 +232,7 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         return gone
     order = Order(decay_step=decay_step, ages=ages, draws=keys is not None)
     block = min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots)))
+    # torch's memory keeps a recording from being repeated without the fill
     arguments = score, position, log_gamma, keys, torch.empty_like(gone), gone.fill_(LAST.value), *arrays
     launch(_simulate, (len(piece), heads), arguments, (order, block), num_warps=8, enable_fp_fusion=False)
     return gone

@@ -57,26 +57,26 @@ def prefill_chunk(
         return _Plan(chunks, rule, prefix, pages, page_table, alike)
 
     same_pages = prefix is not None and prefix.pages is pages
-    of_step = q.shape[0], k.shape, v.shape, scale, same_pages, *map(id, prefixes[1:3])
+    stream = driver.active.get_current_stream(q.get_device()) if q.is_cuda else None
+    of_step = q.shape[0], k.shape, v.shape, scale, same_pages, stream, *map(id, prefixes[1:3])
     plan = chunks.once((*form, *of_step), make_plan)
     lse, before = floats(q.device, *q.shape[:2]), prefix_of(prefix)
     of_prefix = () if same_pages else (before.k, before.v, before.score)
     of_layer = q, k, v, out, lse, *pages.arrays[:5], page_table, gate_scores, keys, sink_logits, before.table
     of_layer = *of_layer, *of_prefix, *of_rule
-    if plan.recording is not None and plan.recording.repeatable:
+    if plan.recording is not None:
         plan.recording.repeat(of_layer)
         return out, lse
-    if q.is_cuda:
-        plan.alike.launch.stream = driver.active.get_current_stream(q.get_device())
-    launch = plan.alike.launch
-    if plan.layers == 1:  # where each layer has a plan of its own, nothing is recorded
-        launch = plan.recording = Recording(launch, of_layer, interpreted=not q.is_cuda)
+    launch, plan.alike.launch.stream = plan.alike.launch, stream
+    if plan.layers == 1 and plan.alike.repeatable:  # where each layer has a plan of its own, nothing is recorded
+        launch = Recording(launch, of_layer, interpreted=not q.is_cuda)
     plan.layers += 1
     of_call = scale, gate_scores, before, keys, sink_logits, out, lse
     with torch.no_grad():
         _Prefill(q, k, v, pages, page_table, rule, weights, *of_call, plan, launch).run()
-    if launch is plan.recording:
+    if launch is not plan.alike.launch:
         launch.close(plan.tensors())
+        plan.recording, plan.alike.repeatable = launch if launch.repeatable else None, launch.repeatable
     return out, lse
 
 
@@ -110,11 +110,12 @@ class _Alike:
     Attributes:
         config, of_scorer: constants of kernels of all rules, and of those that depend on the scorer.
         launch: launches a kernel, see :mod:`_launch`.
+        repeatable: False if a recording of the launches could not be repeated.
         tiles, width: tiles of an mLSTM's states, and columns of a product with its features.
     """
 
     def __init__(self, config: KernelConfig, of_scorer: KernelConfig, device: torch.device):
-        self.config, self.of_scorer, self.launch = config, of_scorer, Launches()
+        self.config, self.of_scorer, self.launch, self.repeatable = config, of_scorer, Launches(), True
         if of_scorer.scorer == "mlstm":
             self.tiles = Tiles(of_scorer.features, of_scorer.values, ROWS, device)
             self.width = max(16, of_scorer.padded_columns)
@@ -132,7 +133,7 @@ class _Plan:
         pieces: pieces of all tokens, or if the rule is sequential, of those of prefixes.
         evicted: pieces whose evictions are known, if they are the same in all layers.
         layers: how many layers have formed their arguments.
-        recording: launches of the second layer, or None.
+        recording: launches of the second layer, None if no layer can repeat them.
     """
 
     def __init__(self, chunks: Chunks, rule, prefix: Prefix | None, pages, table, alike: _Alike):

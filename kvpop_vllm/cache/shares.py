@@ -75,7 +75,10 @@ class EqualHeads:
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
     def place_layers(self, *of_rows) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """Return :meth:`place` as a function of the layer alone, for rows of one step. Arguments are the others of it."""
+        """Return :meth:`place` as a function of the layer, for rows whose tensors stay as they are.
+
+        Arguments are those of :meth:`place` after the layer.
+        """
         return lambda layer: self.place(layer, *of_rows)
 
 
@@ -113,7 +116,7 @@ class RegionMap(NamedTuple):
 
     Attributes:
         ordinal: ``[layers, H, P]``, index into the request's blocks.
-        offset: ``[layers, H, P]``, what is added to H times the block to get the region.
+        offset: ``[layers, H, P]`` int32, what is added to H times the block to get the region.
         budgets: ``[layers, H]`` int32.
         on_cpu: the same on the CPU.
     """
@@ -186,7 +189,7 @@ class RegionShares(EqualHeads):
         layer, head = number % per_block // shares.heads, number % shares.heads
         offset = layer * self.num_blocks * shares.heads + head
         budgets = torch.tensor(shares.budgets, dtype=torch.int32, device="cpu")
-        sent = (tensor.contiguous().to(self.device) for tensor in (number // per_block, offset, budgets))
+        sent = (tensor.contiguous().to(self.device) for tensor in (number // per_block, offset.int(), budgets))
         return RegionMap(*sent, budgets)
 
     def place(self, layer, tails, compressed, budgets, windows):
@@ -196,46 +199,44 @@ class RegionShares(EqualHeads):
         """
         layer -= self.shares.first
         by_head, tables = self._place(slice(layer, layer + 1), tails, budgets, windows)
-        return by_head[0], tables[0]
+        return by_head[0], tables[:, 0]
 
     def place_layers(self, tails, compressed, budgets, windows):
         """Return what :meth:`EqualHeads.place_layers` does.
 
-        On a CPU all layers are placed together, since calling torch takes longer than what it computes. On a GPU a
-        graph must record how each layer is placed.
+        All layers are placed together: to call torch takes longer than what it computes.
         """
-        if tails.device.type != "cpu":
-            return super().place_layers(tails, compressed, budgets, windows)
         by_head, tables = self._place(slice(None), tails, budgets, windows)
-        places = list(zip(by_head.unbind(), tables.unbind(), strict=True))
+        places = list(zip(by_head.unbind(), tables.unbind(1), strict=True))
         return lambda layer: places[layer - self.shares.first]
 
     def _place(
         self, layers: slice, tails: torch.Tensor, budgets: torch.Tensor, windows
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return budgets ``[L, R, H]`` and pages ``[L, R, H, P]`` in L layers of this rank."""
+        """Return budgets ``[L, R, H]`` and pages ``[R, L, H, P]`` in L layers of this rank."""
         on_cpu = budgets.device.type == "cpu"
         if self.division is None:
             return self._place_alike(self.server, layers, tails, on_cpu)
         maps = self._maps_of(budgets, windows)
         if len(maps) == 1:
             return self._place_alike(maps[0][0], layers, tails, on_cpu)
-        width = max(regions.ordinal.shape[2] for regions, _ in maps)
-        count = len(range(self.shares.layers)[layers])
-        table = tails.new_zeros(count, len(tails), self.shares.heads, width)
-        by_head = budgets.new_zeros(table.shape[:3])
+        count, width = len(maps[0][0].budgets[layers]), max(regions.ordinal.shape[2] for regions, _ in maps)
+        table = tails.new_zeros(len(tails), count, self.shares.heads, width)
+        by_head = budgets.new_zeros(count, len(tails), self.shares.heads)
         for regions, rows in maps:
             alike = self._place_alike(regions, layers, tails[rows], on_cpu)
-            by_head[:, rows], table[:, rows, :, : regions.ordinal.shape[2]] = alike
+            by_head[:, rows], table[rows, :, :, : regions.ordinal.shape[2]] = alike
         return by_head, table
 
     def _place_alike(self, regions: RegionMap, layers: slice, tails: torch.Tensor, on_cpu: bool) -> tuple:
         """Return what :meth:`_place` does, for requests with the budgets of a map."""
         # pages beyond a short request's row are not claimed, and no kernel reads them
-        block = tails.long()[:, regions.ordinal[layers].clamp_max(tails.shape[1] - 1)]  # [R, L, H, P]
-        rows = (block * self.shares.heads + regions.offset[layers]).int().transpose(0, 1).contiguous()
+        ordinal = regions.ordinal[layers].clamp_max(tails.shape[1] - 1)
+        blocks = tails.int().index_select(1, ordinal.flatten()).view(len(tails), *ordinal.shape)
         by_head = (regions.on_cpu if on_cpu else regions.budgets)[layers]
-        return by_head.unsqueeze(1).expand(-1, len(tails), -1), rows
+        return by_head.unsqueeze(1).expand(-1, len(tails), -1), blocks.mul_(self.shares.heads).add_(
+            regions.offset[layers]
+        )
 
     def view(self, storage: torch.Tensor) -> Pages:
         """Return all regions of the pool: ``[layers * num_blocks * H, H, N * C]``, the same for every head.

@@ -377,7 +377,8 @@ class StepPlan:
         late: bool = False,
     ):
         self.layout, self.checks, self.late = layout, checks, late
-        self._shared = self._everywhere = self._placed_by = None
+        self._shared = self._everywhere = self._placed_by = self._place_rows = self._place_chunks = None
+        self._host_knows = rows is None  # else tensors may be changed in place before a layer reads them
         singles, chunked = [], []
         for span in spans:
             pieces = [span] if span.after is None else cut_at_prompt_end(span)
@@ -492,9 +493,10 @@ class StepPlan:
         if self._placed_by is not shares:
             of_rows = rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window")
             of_chunks = self.tails, self.compressed, chunks.budgets, chunks.windows
+            place = shares.place_layers if self._host_knows else functools.partial(EqualHeads.place_layers, shares)
             self._placed_by = shares
-            self._place_rows = shares.place_layers(*of_rows) if rows.decodes else None
-            self._place_chunks = shares.place_layers(*of_chunks) if len(chunks) else None
+            self._place_rows = place(*of_rows) if rows.decodes else None
+            self._place_chunks = place(*of_chunks) if len(chunks) else None
         if rows.decodes:
             step["budgets"], step["table"] = self._place_rows(layer)
             places.append(step["table"])
@@ -514,8 +516,8 @@ class StepPlan:
             begun = begun._replace(table=torch.cat(paged) if len(paged) > 1 else paged[0])
         if self._everywhere is None:
             of_rows = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
-            known = {"decodes": rows.decodes, "options": rows.options}  # formed once, not in each layer
-            self._everywhere = StepBatch(**of_rows, late=self.late).having(**known)
+            formed = {"decodes": rows.decodes, "options": rows.options}  # once, not in each layer
+            self._everywhere = StepBatch(**of_rows, late=self.late).having(**formed)
         return self._everywhere.having(chunks=chunks, begun=begun, **step)
 
 

@@ -93,17 +93,12 @@ def largest_head(op: str, dtype: torch.dtype) -> float:
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """Return the implementation that ``impl="auto"`` selects for ``tensor``, the op's first argument."""
-    return _select(op, tensor.device.type, tensor.dtype, tensor.shape[-1])
-
-
-@functools.cache
-def _select(op: str, device: str, dtype: torch.dtype, size: int) -> str:
     # the C++ kernels of serving read a head in whole vectors
-    fits = op not in SERVING or size % KERNELS["cpp"].multiple == 0
-    if device == "cpu" and dtype in CPP_DTYPES.get(op, ()) and fits and _available("kvpop_vllm._C"):
+    fits = op not in SERVING or tensor.shape[-1] % KERNELS["cpp"].multiple == 0
+    if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _available("kvpop_vllm._C"):
         return "cpp"
-    if device == "cuda" and dtype in TRITON_DTYPES.get(op, ()) and _available("triton"):
-        if size <= largest_head(op, dtype):
+    if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _available("triton"):
+        if tensor.shape[-1] <= largest_head(op, tensor.dtype):
             return "triton"
     return "reference"
 

@@ -192,9 +192,9 @@ def test_a_prefill_does_not_wait_for_the_device(compiled):
 
 
 def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(compiled):
-    """As many tokens of five requests take what those of one take."""
-    chunks, limits = {}, {"mlstm": (11, 12), "mlp": (8, 30), "gate_scores-ages": (7, 12)}
-    limits |= dict.fromkeys(("mass-mean", "moment-corrected", "mlstm-corrected"), (1, 25))  # for three tokens of each
+    """As many tokens of five requests take what those of one take. The limits are those of all layers but the first two."""
+    chunks, limits = {}, {"mlstm": (11, 4), "mlp": (8, 30), "gate_scores-ages": (7, 12)}
+    limits |= dict.fromkeys(("mass-mean", "moment-corrected", "mlstm-corrected"), (1, 4))  # for three tokens of each
     for chunk in compiled["chunks"]:
         about = chunk["case"], chunk["protected"], chunk["biased"]
         chunks.setdefault(about, {}).setdefault(chunk["requests"], chunk["layers"])
@@ -203,7 +203,7 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
         for one, five in zip(layers[1], layers[5], strict=True):
             assert five["launches"] == one["launches"], case
             assert abs(len(five["ops"]) - len(one["ops"])) <= 2, case
-        for layer in (layers[1][1], layers[5][1]):
+        for layer in (layers[1][2], layers[5][2]):
             assert len(layer["launches"]) <= limits[case][0] and len(layer["ops"]) <= limits[case][1], case
 
 

@@ -130,7 +130,9 @@ class CudaImpl(FixedBudgetImpl):
             scratch = None
             if len(batch.chunks) and attention.rule.sequential and n == 2:  # two tokens stand for all
                 scratch = query.new_empty(*query.shape[:2], dtype=torch.float32)  # log-sum-exps
-            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
+            # from the third layer of a step on, chunks repeat launches and hold all workspaces at once
+            for _ in range(3 if len(batch.chunks) else 1):
+                self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
             del scratch
         between = worst_case_between(attention.rule, attention.layout, budgets, length, query.device)
         if between is not None:
