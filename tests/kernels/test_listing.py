@@ -11,6 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpop_vllm.kernels import dispatch, ops
+from kvpop_vllm.kernels.ops.serving import WRITE_TO_OUT
 
 ROOT = Path(__file__).parents[2]
 OPS = sorted(n for n, f in inspect.getmembers(ops, inspect.isfunction) if f.__module__.startswith(ops.__name__ + "."))
@@ -33,7 +34,7 @@ def test_implementations_take_the_schemas_arguments(op, impl):
             dispatch.resolve(op, impl, None)
         return
     names = {"seeds": "keys"}  # the op makes keys of a request's seed
-    by_the_op = {"impl"} if impl == "triton" else {"impl", "out"}  # the op copies outputs of others into "out"
+    by_the_op = {"impl"} if op in WRITE_TO_OUT.get(impl, ()) else {"impl", "out"}  # else the op copies outputs
     arguments = [name for name in inspect.signature(getattr(ops, op)).parameters if name not in by_the_op]
     schema = [names.get(name, name) for name in arguments]
     parameters = list(inspect.signature(dispatch.resolve(op, impl, None)).parameters)

@@ -12,6 +12,9 @@ from kvpop_vllm.kernels.dispatch import chosen, resolve
 from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import RetentionRule
 
+WRITE_TO_OUT = {"triton": ("decode_step", "verify_step", "prefill_chunk"), "cpp": ("decode_step", "verify_step")}
+"""Ops whose implementation writes outputs to ``out``; those of other ones are copied there."""
+
 
 def decode_step(
     q: torch.Tensor,
@@ -95,12 +98,12 @@ def decode_step(
 
 
 def _writing(out: torch.Tensor | None, op: str, impl: str, q: torch.Tensor) -> Callable:
-    """Return the implementation of an op that returns ``out``: most write outputs there, those of others are copied."""
+    """Return the implementation of an op, which writes its outputs to ``out``."""
     impl = chosen(op, impl, q)
     run = resolve(op, impl, q)
     if out is None:
         return run
-    if impl == "triton" or (impl == "cpp" and op != "prefill_chunk"):
+    if op in WRITE_TO_OUT.get(impl, ()):
         return functools.partial(run, out=out)
 
     def copied(*args, **options):
