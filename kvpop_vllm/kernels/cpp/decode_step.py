@@ -19,8 +19,8 @@ def _pack(rule: RetentionRule) -> _C.Rule:
     scorer = rule.scorer
     weights = {name: value.detach() for name, value in vars(scorer).items() if isinstance(value, torch.Tensor)}
     roles = rule.sinks, rule.window, rule.decay_step
-    more = {"uses_moment_correction": rule.moment_correction} | scorer.options()
-    packed_rule = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **more)
+    options = {"uses_moment_correction": rule.moment_correction} | scorer.options()
+    packed_rule = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **options)
     _packed[id(rule)] = packed_rule
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return packed_rule
@@ -52,7 +52,7 @@ def decode_step(
     place = pages.raw, layout.block_slots, layout.state_blocks, layout.drafts > 0
     requests = page_table, positions, budgets, windows
     try:
-        more = gate_scores, tensors_of(prefix), keys, sink_logits, out
-        return _C.decode_step(q, k, v, *place, *requests, packed(rule), scale, *more)
+        optional = gate_scores, tensors_of(prefix), keys, sink_logits, out
+        return _C.decode_step(q, k, v, *place, *requests, packed(rule), scale, *optional)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None
