@@ -293,12 +293,11 @@ KVPOP_INLINE void transpose(vu (&x)[VL], uint32_t* out, int64_t stride) {
 
 // Processes one tile for up to 16 rows of queries. Lanes of logits and weights are queries until weights are transposed.
 inline void multiply_tile(int rows, const Tile<bf16>& tile, const RowShape<bf16>& shape, const Softmax& s) {
-    alignas(64) float x[TILE][VL], sums[VL][2 * VL], factor[VL];
-    alignas(64) uint32_t weights[VL][TILE / 2], values[TILE / 2][2 * VL];
+    constexpr int STEPS = 2, WIDE = STEPS * 2 * VL;  // columns of V at once
+    alignas(64) float x[TILE][VL], sums[VL][WIDE], factor[VL];
+    alignas(64) uint32_t weights[VL][TILE / 2], values[TILE / 2][WIDE];
     const int n = tile.slots, whole = (n + 2 * VL - 1) / (2 * VL) * 2 * VL;
-    const int64_t words = shape.size / 2, tile_bytes = 4 * words * n;
-    for (int64_t b = 0; b < tile_bytes && tile.next_k; b += 64)
-        prefetch(reinterpret_cast<const uint8_t*>(tile.next_k) + b), prefetch(reinterpret_cast<const uint8_t*>(tile.next_v) + b);
+    const int64_t words = shape.size / 2;
     const uint32_t* k = reinterpret_cast<const uint32_t*>(tile.k);
     gemm<AmxWords>({k, words, reinterpret_cast<const uint32_t*>(s.q), s.word, words, &x[0][0], VL, nullptr}, (n + VL - 1) / VL * VL, VL);
     const __mmask16 mask = __mmask16((1u << rows) - 1);
@@ -318,6 +317,8 @@ inline void multiply_tile(int rows, const Tile<bf16>& tile, const RowShape<bf16>
         vu pairs[VL];
         for (int j = 0; j < VL; j++) {
             const int slot = i + 2 * j;
+            if (tile.next_k)
+                for (int64_t e = 0; e < 2 * shape.size; e += 2 * VL) prefetch(tile.next_k + slot * shape.size + e);
             const vf low = slot < n ? exp(load(x[slot]) - top) : vf{}, high = slot + 1 < n ? exp(load(x[slot + 1]) - top) : vf{};
             total += low, total += high;
             pairs[j] = (vu)_mm512_permutexvar_epi16(interleaved, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
@@ -326,16 +327,21 @@ inline void multiply_tile(int rows, const Tile<bf16>& tile, const RowShape<bf16>
     }
     _mm512_mask_storeu_ps(s.maximum, mask, (__m512)top);
     _mm512_mask_storeu_ps(s.total, mask, (__m512)((vf)_mm512_maskz_loadu_ps(mask, s.total) * scaled + total));
-    for (int64_t step = 0; step < shape.full_steps; step++) {
-        for (int i = 0; i < whole; i += 2) {
-            const bf16* row = tile.v + i * shape.size + step * 2 * VL;
-            const vu even = i < n ? load_as<vu>(row) : vu{}, odd = i + 1 < n ? load_as<vu>(row + shape.size) : vu{};
-            const __m512i low = _mm512_unpacklo_epi16((__m512i)even, (__m512i)odd), high = _mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
-            __builtin_memcpy(values[i / 2], &low, sizeof low), __builtin_memcpy(values[i / 2] + VL, &high, sizeof high);
-        }
-        gemm<AmxWords>({&weights[0][0], TILE / 2, &values[0][0], 2 * VL, whole / 2, &sums[0][0], 2 * VL, nullptr}, VL, 2 * VL);
+    for (int64_t step = 0, steps; step < shape.full_steps; step += steps) {
+        steps = shape.full_steps - step < STEPS ? shape.full_steps - step : STEPS;
+        for (int i = 0; i < whole; i += 2)
+            for (int64_t j = 0; j < steps; j++) {
+                const bf16* row = tile.v + i * shape.size + (step + j) * 2 * VL;
+                if (tile.next_v) prefetch(tile.next_v + (row - tile.v)), prefetch(tile.next_v + (row - tile.v) + shape.size);
+                const vu even = i < n ? load_as<vu>(row) : vu{}, odd = i + 1 < n ? load_as<vu>(row + shape.size) : vu{};
+                const __m512i low = _mm512_unpacklo_epi16((__m512i)even, (__m512i)odd), high = _mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
+                uint32_t* pair = values[i / 2] + j * 2 * VL;
+                __builtin_memcpy(pair, &low, sizeof low), __builtin_memcpy(pair + VL, &high, sizeof high);
+            }
+        const int64_t columns = steps * 2 * VL;
+        gemm<AmxWords>({&weights[0][0], TILE / 2, &values[0][0], WIDE, whole / 2, &sums[0][0], WIDE, nullptr}, VL, columns);
         for (int g = 0; g < rows; g++)
-            for (int c = 0; c < 2 * VL; c += VL) {
+            for (int c = 0; c < columns; c += VL) {
                 float* out = s.acc + g * s.floats + step * 2 * VL + c;
                 store(out, factor[g] * load(out) + load(sums[g] + c));
             }
