@@ -401,7 +401,9 @@ class Engine:
     def __init__(self, configuration: Configuration, options, folder: Path):
         self.name, settings = str(configuration), configuration.settings
         self.log = folder / f"{self.name}.log"
-        env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        # numba, by which vLLM looks for n-grams, would give OpenMP as many threads as there are cores
+        threads = dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(options.threads))
+        env = os.environ | threads | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if "checkout" in settings:
             env["PYTHONPATH"] = settings["checkout"]
         env |= settings.get("env", {})

@@ -37,6 +37,13 @@ class FixedBudgetAttention:
     ):
         self.layout, self.rule, self.scale, self.impl = layout, rule, scale, impl
         self.sink_logits = sink_logits
+        self._chosen: dict[str, str] = {}
+
+    def _implementation(self, op: str, q: torch.Tensor) -> str:
+        """Return the implementation of an op, chosen by the first queries: later ones have their dtype and device."""
+        if op not in self._chosen:
+            self._chosen[op] = dispatch.chosen(op, self.impl, q)
+        return self._chosen[op]
 
     def forward(
         self,
@@ -98,13 +105,13 @@ class FixedBudgetAttention:
             "scale": self.scale,
             "prefix": batch.prefix and batch.prefix.on(blocks),
             "sink_logits": self.sink_logits,
-            "impl": self.impl,
+            "impl": self._implementation("decode_step" if batch.drafts is None else "verify_step", q),
             **batch.options,
         }
         if batch.drafts is None:
             scores, numbers = None if gate_scores is None else gate_scores[tokens], (batch.positions, batch.budgets)
             of_rows = q[tokens], k[tokens], v[tokens]
-            if batch.late and dispatch.chosen("decode_step", self.impl, q) != "triton":
+            if batch.late and options["impl"] != "triton":
                 self._write_rows(*of_rows, pages, blocks, batch)
             into = out[tokens] if isinstance(tokens, slice) else None
             outputs, _ = ops.decode_step(
@@ -116,7 +123,7 @@ class FixedBudgetAttention:
             numbers = batch.positions, tokens, batch.drafts, batch.budgets
             scores = None if gate_scores is None else gate_scores[part]
             of_rows = q, k, v, out
-            *of_rows, into = of_rows if (part.start, part.stop) == (0, len(q)) else (x[part] for x in of_rows)
+            *of_rows, into = of_rows if (part.start, part.stop) == (0, q.shape[0]) else (x[part] for x in of_rows)
             ops.verify_step(*of_rows, pages, batch.table, *numbers, gate_scores=scores, out=into, **options)
         if self.rule.rounds is not None and not batch.late:
             tokens, rows, due = batch.once("rounds", lambda: self._rounds_of_rows(batch))
@@ -191,7 +198,7 @@ class FixedBudgetAttention:
             seeds=chunks.seeds,
             sink_logits=self.sink_logits,
             out=into,
-            impl=self.impl,
+            impl=self._implementation("prefill_chunk", q),
         )
         if into is None:
             out[tokens] = outputs

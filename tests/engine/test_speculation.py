@@ -31,6 +31,7 @@ from threads import one_thread
 from vllm import SamplingParams
 
 from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.vllm_glue.run import draft_pauses
 
 STEPS = {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}
 QUICK = {
@@ -75,6 +76,12 @@ def served(request, case):
     kind, policy, options = CASES[request.param]
     with speculating(case(kind, policy, **options)) as engine:
         yield engine
+
+
+@pytest.fixture(autouse=True)
+def refused_drafts_are_followed_by_others(monkeypatch):
+    """Leave no drafts out, so that as many are verified as a test sets."""
+    monkeypatch.setattr(draft_pauses, "LONGEST", 0)
 
 
 @pytest.fixture(autouse=True)

@@ -232,18 +232,22 @@ def _inputs_of(rule: RetentionRule, k, v, gate_scores, seeds, requests: tuple[in
         ValueError: a needed argument is missing or has the wrong shape.
     """
     scorer = rule.scorer
-    for name, value, needed, shape in (
-        ("gate_scores", gate_scores, scorer.takes_gate_scores, k.shape[:2]),
-        ("seeds", seeds, rule.draws, requests),
-    ):
-        if needed and (value is None or value.shape != shape):
-            got = None if value is None else tuple(value.shape)
-            raise ValueError(f"{name} must be {tuple(shape)} for {type(scorer).__name__}, got {got}")
+    if scorer.takes_gate_scores:
+        _check_shape("gate_scores", gate_scores, k.shape[:2], scorer)
+    if rule.draws:
+        _check_shape("seeds", seeds, requests, scorer)
     if scorer.kernel is None:
         rule, gate_scores = rule.as_gate_scores, scorer.scores(k.transpose(0, 1), v.transpose(0, 1)).T.contiguous()
     elif not scorer.takes_gate_scores:
         gate_scores = None
     return rule, {"gate_scores": gate_scores, "keys": head_keys(seeds, scorer.lanes) if rule.draws else None}
+
+
+def _check_shape(name: str, value: torch.Tensor | None, shape: tuple[int, ...], scorer) -> None:
+    """Raise ValueError if an argument that a scorer needs is missing or has another shape."""
+    if value is None or value.shape != shape:
+        got = None if value is None else tuple(value.shape)
+        raise ValueError(f"{name} must be {tuple(shape)} for {type(scorer).__name__}, got {got}")
 
 
 def prefill_chunk(

@@ -411,7 +411,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         pages, shares, blocks = self._bind(kv_cache)
         batch = attn_metadata.batch(self.layer, shares)
         tokens = query, key, value, output
-        q, k, v, out = tokens if n == len(query) else (x[:n] for x in tokens)
+        q, k, v, out = tokens if n == query.shape[0] else (x[:n] for x in tokens)
         self.attend(q, k, v, pages, batch, out, gate_scores, blocks)
         return output
 

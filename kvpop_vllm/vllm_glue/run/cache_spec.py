@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from vllm.logger import init_logger
+from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
@@ -21,6 +23,7 @@ from kvpop_vllm.cache.ranks import Division
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.requests import Compression, RequestSlots, of_request
 from kvpop_vllm.rules.rounds import room_for_drafts
+from kvpop_vllm.vllm_glue.run.draft_pauses import DraftPauses
 
 if TYPE_CHECKING:
     from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
@@ -54,6 +57,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.requests: dict[str, RequestSlots] = {}
         self.final: dict[str, int] = {}  # largest length of each request
+        self.pauses: dict[str, DraftPauses] = defaultdict(DraftPauses)
         self.largest_claims: dict[str, int] = {}  # most blocks of each request, 0 where all are claimed at once
         self.placed: set[str] = set()  # requests that begin with cartridges
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
@@ -124,9 +128,22 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - num_blocks) + evictable + copies
 
-    def most_drafts(self, request_id: str, position: int) -> int:
-        """Return how many drafts a request may have in a step that begins with its token at ``position``."""
+    def most_drafts(self, request_id: str, position: int, drafts: int) -> int:
+        """Return how many drafts a request may have in a step that begins with its token at ``position``.
+
+        They end where a round of eviction is due. On a CPU they are left out for a while if they are refused. Call it for
+        each step after the prompt.
+
+        Args:
+            request_id: name of the request.
+            position: position of the step's first token.
+            drafts: number of drafts that are there.
+        """
+        if current_platform.is_cpu() and self.pauses[request_id].leaves_out(position, drafts):
+            return 0
         spec, slots = self.kv_cache_spec, self.requests[request_id]
+        if not spec.rounds:
+            return drafts
         return room_for_drafts(spec.rounds, slots.budget - spec.sinks - slots.window, spec.shares is None, position)
 
     def most_missing(self, request_id: str) -> int:
@@ -185,7 +202,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def pop_blocks_for_free(self, request_id):
         """Forget a request and return its blocks."""
-        for numbers in (self.requests, self.final, self.largest_claims, self.bounds):
+        for numbers in (self.requests, self.final, self.pauses, self.largest_claims, self.bounds):
             numbers.pop(request_id, None)
         self._forget_cartridges(request_id)
         if self.snapshots is not None:

@@ -54,7 +54,8 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
 
 
 def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
-    """Wrap the end of a step's planning: cut drafts where a round of eviction is due, prompts where a snapshot is due.
+    """Wrap the end of a step's planning: cut drafts (see :meth:`FixedBudgetManager.most_drafts`), and prompts where a
+    snapshot is due.
 
     The blocks that cut tokens would have needed have been claimed; later tokens take them.
     """
@@ -62,12 +63,12 @@ def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
     ours, snapshots = _managers(self.kv_cache_manager.coordinator), _snapshots(self)
     for name, tokens in scheduled.items() if ours else ():
         request, left_out = self.requests[name], 0
-        if name in drafts and ours[0].kv_cache_spec.rounds:
-            room = ours[0].most_drafts(name, request.num_computed_tokens)
-            left_out = max(0, len(drafts[name]) - room)
-            drafts[name] = drafts[name][:room]
-            if not room:
-                del drafts[name]
+        if ours[0].kv_cache_spec.drafts and request.num_computed_tokens >= request.num_prompt_tokens:
+            proposed = drafts.pop(name, [])
+            room = ours[0].most_drafts(name, request.num_computed_tokens, len(proposed))
+            left_out = max(0, len(proposed) - room)
+            if proposed[:room]:
+                drafts[name] = proposed[:room]
         elif snapshots is not None:
             left_out = snapshots.past_prompt_end(request, tokens)
         scheduled[name] -= left_out
