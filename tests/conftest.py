@@ -1,12 +1,15 @@
 """Hooks and fixtures for all tests."""
 
+import csv
 import os
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
+_spent: Counter[str] = Counter()  # seconds of the tests that have run
 LONGEST_FIRST = (
     "kernels/test_sanitizers.py",
     "engine/test_fidelity.py",
@@ -35,7 +38,8 @@ SLOW = {
     "bench/test_gpu.py": ["test_all_is_right"],
     "bench/test_policy_table.py": ["test_policies_with_a_calibration"],
     "calibrate/test_command.py": ["test_a_full_checkpoint", "test_a_scorers_policy_decides", "may_decide[head"],
-    "compaction/test_compact.py": ["test_a_head_is_in_the_first_chunk", "[chunks]", "[off policy]", "[pursuit]"],
+    "compaction/test_compact.py": [""],
+    "compaction/test_trained.py": [""],
     "config/test_supported.py": ["test_the_document_of_models[memory]"],
     "distill/test_command.py": ["test_a_kill_changes_nothing"],
     "distill/test_eval_tasks.py": [""],
@@ -50,6 +54,7 @@ SLOW = {
     "engine/test_first_tokens.py": ["[h2o"],
     "engine/test_front_ends.py": ["test_engines_with_other_settings", "loaded_late"],
     "engine/test_full_checkpoint.py": ["test_it_equals_the_base_with_the_adapter[llama]"],
+    "engine/test_inert.py": [""],
     "engine/test_kinds.py": ["test_preempted_requests", "[qwen3_next]", "[qwen3_5_text]"],
     "engine/test_kinds_together.py": ["test_chats_with_protected_tokens"],
     "engine/test_requests.py": ["[kvpop-more"],
@@ -67,11 +72,18 @@ SLOW = {
     "kernels/test_triton_interpreted.py": [""],
     "scorers/test_published_code.py": ["test_no_command_runs_code"],
     "server/test_cartridge_server.py": [""],
+    "server/test_server.py": [""],
 }
 """Parts of the names of tests that `make test` leaves out, by module: 20 s or more on a slow processor.
 
-Other tests carry the marker ``slow`` themselves.
+Other tests carry the marker ``slow`` themselves, or take :data:`SLOW_SECONDS`.
 """
+SECONDS = TESTS / "data" / "seconds.csv"
+"""Seconds of tests with their setup, if :data:`RECORDED_SECONDS` or more. ``--record-seconds`` writes those that run.
+
+On another machine tests take other times, but as much longer than one another.
+"""
+SLOW_SECONDS, RECORDED_SECONDS = 1.7, 1.5
 NIGHTLY = {
     "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-2"],
@@ -114,6 +126,33 @@ NIGHTLY = {
 """Parts of the names of tests that `make test-all` leaves out: minutes, and others make most of their claims."""
 
 
+def pytest_addoption(parser):
+    """Add ``--record-seconds``."""
+    parser.addoption("--record-seconds", action="store_true", help=f"write {SECONDS.relative_to(TESTS.parent)}")
+
+
+def read_seconds() -> dict[str, float]:
+    """Return the recorded seconds of tests, by their ids relative to this folder."""
+    with SECONDS.open(newline="", encoding="utf-8") as file:
+        return {row["test"]: float(row["seconds"]) for row in csv.DictReader(file)}
+
+
+def pytest_runtest_logreport(report):
+    """Count the seconds of a test, of its setup and teardown too."""
+    _spent[report.nodeid.removeprefix(f"{TESTS.name}/")] += report.duration
+
+
+def pytest_sessionfinish(session):
+    """Record the seconds of the tests that have run. Workers leave it to the process that has started them."""
+    if not session.config.option.record_seconds or hasattr(session.config, "workerinput"):
+        return
+    seconds = {name: spent for name, spent in read_seconds().items() if name not in _spent} | _spent
+    with SECONDS.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(("test", "seconds"))
+        rows.writerows((name, f"{seconds[name]:.1f}") for name in sorted(seconds) if seconds[name] >= RECORDED_SECONDS)
+
+
 def pytest_generate_tests(metafunc):
     """Refuse values in a set: each process orders strings by hashes of its own, and workers must collect equal lists."""
     for mark in metafunc.definition.iter_markers("parametrize"):
@@ -124,7 +163,8 @@ def pytest_generate_tests(metafunc):
 def pytest_collection_modifyitems(items):
     """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow or nightly.
 
-    Slow are those of `SLOW`, every test of another implementation than the fastest one here, and what is nightly.
+    Slow are those of `SLOW`, those that take long, every test of another implementation than the fastest one here, and
+    what is nightly.
     """
     import torch  # noqa: F401  (the extension's libraries)
 
@@ -133,11 +173,12 @@ def pytest_collection_modifyitems(items):
     missing = [name for name in (*LONGEST_FIRST, *SLOW, *NIGHTLY) if not (TESTS / name).is_file()]
     assert not missing, f"LONGEST_FIRST, SLOW and NIGHTLY name files that are gone: {missing}"
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    slower = {"reference", *_C.isa_levels()[:-1]}
+    slower, seconds = {"reference", *_C.isa_levels()[:-1]}, read_seconds()
     items.sort(key=lambda item: order.get(_module(item), len(order)))
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         nightly, slow = (any(part in item.name for part in table.get(_module(item), ())) for table in (NIGHTLY, SLOW))
+        slow |= seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), 0) >= SLOW_SECONDS
         if nightly:
             item.add_marker("nightly")
         if nightly or slow or any(isinstance(value, str) and value in slower for value in parameters):

@@ -39,7 +39,7 @@ DRIVERS = {
         "tests/hf/test_protected.py -k 'of_answers and h2o'",
     ),
     "sizes": (
-        "tests/engine/test_requests.py -k sixteen -m 'not slow'",
+        "tests/engine/test_requests.py -k 'sixteen and case_options'",
         f"{GPU}/test_cuda_runners.py -k numbers_of_their_requests",
         "tests/hf/test_rows.py -k of_their_own",
     ),
@@ -335,7 +335,7 @@ FAULTS = {
             f"{GPU}/test_cuda_interpreted.py -k 'protected_prompts and pyramid and V2'",
         ),
         # every layer has the heads of the first one
-        ("if self._placed_by is «not shares→None»:", "tests/engine/test_kinds_policies.py -k adakv"),
+        ("if «not shares.by_layer→True»:", "tests/engine/test_kinds_policies.py -k adakv"),
         # a third prefix block is missed
         (
             "+ send(columns, table.device)«→.clamp_max(2)».unsqueeze(1)",

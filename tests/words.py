@@ -4,6 +4,7 @@
 """
 
 import ast
+import functools
 import io
 import re
 import subprocess
@@ -147,8 +148,14 @@ def pattern_uses(text: str) -> Iterator[tuple[str, int]]:
             yield name, 1 + text.count("\n", 0, match.start())
 
 
-def uses() -> Iterator[tuple[str, str, int]]:
-    """Yield each use: a key of :data:`COUNTS`, the file and the line."""
+@functools.cache
+def uses() -> list[tuple[str, str, int]]:
+    """Return each use: a key of :data:`COUNTS`, the file and the line."""
+    return list(_uses())
+
+
+def _uses() -> Iterator[tuple[str, str, int]]:
+    """Yield what :func:`uses` returns."""
     for file in tracked("*.py"):
         text = (ROOT / file).read_text(encoding="utf-8")
         tree = ast.parse(text)

@@ -8,7 +8,7 @@ ones, and less than one block is reserved beyond what is used.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -74,12 +74,12 @@ class EqualHeads:
         budgets = budgets if budgets.dim() == 2 else budgets.unsqueeze(1).expand(-1, self.heads)
         return budgets, tails.unsqueeze(1).expand(-1, self.heads, -1)
 
-    def place_layers(self, *of_rows) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """Return :meth:`place` as a function of the layer, for rows whose tensors stay as they are.
+    def place_layers(self, layer: int, *of_rows) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+        """Return :meth:`place` of a layer, and of layers that are placed with it, for rows whose tensors stay as they are.
 
-        Arguments are those of :meth:`place` after the layer.
+        Arguments are those of :meth:`place`.
         """
-        return lambda layer: self.place(layer, *of_rows)
+        return {layer: self.place(layer, *of_rows)}
 
 
 def by_request(budgets: torch.Tensor) -> torch.Tensor:
@@ -201,14 +201,13 @@ class RegionShares(EqualHeads):
         by_head, tables = self._place(slice(layer, layer + 1), tails, budgets, windows)
         return by_head[0], tables[:, 0]
 
-    def place_layers(self, tails, compressed, budgets, windows):
-        """Return what :meth:`EqualHeads.place_layers` does.
+    def place_layers(self, layer, tails, compressed, budgets, windows):
+        """Return what :meth:`EqualHeads.place_layers` does, for all layers of the rank.
 
-        All layers are placed together: to call torch takes longer than what it computes.
+        To call torch takes longer than what it computes.
         """
         by_head, tables = self._place(slice(None), tails, budgets, windows)
-        places = list(zip(by_head.unbind(), tables.unbind(1), strict=True))
-        return lambda layer: places[layer - self.shares.first]
+        return dict(enumerate(zip(by_head.unbind(), tables.unbind(1), strict=True), self.shares.first))
 
     def _place(
         self, layers: slice, tails: torch.Tensor, budgets: torch.Tensor, windows

@@ -377,7 +377,8 @@ class StepPlan:
         late: bool = False,
     ):
         self.layout, self.checks, self.late = layout, checks, late
-        self._shared = self._everywhere = self._placed_by = self._place_rows = self._place_chunks = None
+        self._batches: dict[int, StepBatch] = {}  # of layers, without starts
+        self._everywhere: StepBatch | None = None
         self._host_knows = rows is None  # else tensors may be changed in place before a layer reads them
         singles, chunked = [], []
         for span in spans:
@@ -480,34 +481,35 @@ class StepPlan:
             shares: how heads share slots.
             layer: index of the layer.
         """
-        batch = None if shares.by_layer else self._shared
-        if batch is None:
-            batch = self._place(shares, layer)
-            self._shared = replace(batch, starts=None, first_pages=None) if self.checks else batch
-            self.checks = False
+        if not shares.by_layer:
+            layer = 0
+        if layer not in self._batches:
+            self._batches |= self._place(shares, layer)
+        batch = self._batches[layer]
+        if self.checks:
+            batch, self.checks = self._checked(batch), False
         return batch
 
-    def _place(self, shares: EqualHeads, layer: int) -> StepBatch:
-        """Return the step in the pages of a layer. Arguments are as in :meth:`batch`."""
-        rows, chunks, begun, places, step = self.rows, self.chunks, self.begun, [], {}
-        if self._placed_by is not shares:
-            of_rows = rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window")
-            of_chunks = self.tails, self.compressed, chunks.budgets, chunks.windows
-            place = shares.place_layers if self._host_knows else functools.partial(EqualHeads.place_layers, shares)
-            self._placed_by = shares
-            self._place_rows = place(*of_rows) if rows.decodes else None
-            self._place_chunks = place(*of_chunks) if len(chunks) else None
+    def _place(self, shares: EqualHeads, layer: int) -> dict[int, StepBatch]:
+        """Return the step in the pages of a layer, and of those that are placed with it. Arguments are as in :meth:`batch`."""
+        rows, chunks = self.rows, self.chunks
+        place = shares.place_layers if self._host_knows else functools.partial(EqualHeads.place_layers, shares)
+        of_rows, of_chunks = {}, {}
         if rows.decodes:
-            step["budgets"], step["table"] = self._place_rows(layer)
-            places.append(step["table"])
+            of_rows = place(layer, rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window"))
         if len(chunks):
-            budgets, pages = self._place_chunks(layer)
+            of_chunks = place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+        layers = (of_rows | of_chunks) or [layer]
+        return {number: self._in_pages(of_rows.get(number), of_chunks.get(number)) for number in layers}
+
+    def _in_pages(self, of_rows: tuple | None, of_chunks: tuple | None) -> StepBatch:
+        """Return the step with budgets and pages ``[R, H]`` and ``[R, H, P]`` of decode rows and of chunks, None without any."""
+        chunks, begun, step = self.chunks, self.begun, {}
+        if of_rows is not None:
+            step["budgets"], step["table"] = of_rows
+        if of_chunks is not None:
             # a memo of its own, since what is memoised depends on the pages
-            chunks = replace(chunks, budgets=budgets, table=pages)
-            places.append(pages[self.first_parts])
-        if self.checks and places:
-            first = torch.cat([table[:, :, : self.layout.state_blocks + 1] for table in places]).long()
-            step |= {"requests": self.requests, "starts": self.starts, "first_pages": first}
+            chunks = replace(chunks, budgets=of_chunks[0], table=of_chunks[1])
         if begun is not None:
             tables = (step.get("table"), begun.rows), (chunks.table, begun.chunks)
             paged = [rows_of(table, chosen) for table, chosen in tables if chosen]
@@ -515,10 +517,21 @@ class StepPlan:
             paged = [part if part.shape[2] == width else pad(part, (0, width - part.shape[2])) for part in paged]
             begun = begun._replace(table=torch.cat(paged) if len(paged) > 1 else paged[0])
         if self._everywhere is None:
-            of_rows = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
+            rows = self.rows
+            values = {column.name: getattr(rows, column.name) for column in fields(rows)} | {"writes": self.writes}
             formed = {"decodes": rows.decodes, "options": rows.options}  # once, not in each layer
-            self._everywhere = StepBatch(**of_rows, late=self.late).having(**formed)
+            self._everywhere = StepBatch(**values, late=self.late).having(**formed)
         return self._everywhere.having(chunks=chunks, begun=begun, **step)
+
+    def _checked(self, batch: StepBatch) -> StepBatch:
+        """Return a batch with the starts of its requests."""
+        tables = [batch.table] if batch.decodes else []
+        if len(batch.chunks):
+            tables.append(batch.chunks.table[self.first_parts])
+        if not tables:
+            return batch
+        first = torch.cat([table[:, :, : self.layout.state_blocks + 1] for table in tables]).long()
+        return batch.having(requests=self.requests, starts=self.starts, first_pages=first)
 
 
 def plan_batch(

@@ -12,12 +12,17 @@ from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue.run.draft_pauses import LONGEST, DraftPauses
 
 
-def left_out(accepted, drafts=itertools.repeat(DRAFTS)) -> list[bool]:
-    """Return of which steps drafts are left out, if ``accepted`` are right in each and ``drafts`` are there."""
+def left_out(right, drafts=None) -> list[bool]:
+    """Return of which steps drafts are left out.
+
+    Args:
+        right: number of right drafts of each step, if it has as many.
+        drafts: number of drafts that are proposed for each step, DRAFTS unless given.
+    """
     pauses, position, steps = DraftPauses(), 100, []
-    for right, there in zip(accepted, drafts, strict=False):
-        steps.append(pauses.leaves_out(position, there))
-        position += 1 + (0 if steps[-1] else min(right, there))
+    for number, proposed in zip(right, itertools.repeat(DRAFTS) if drafts is None else drafts, strict=False):
+        steps.append(pauses.leaves_out(position, proposed))
+        position += 1 + (0 if steps[-1] else min(number, proposed))
     return steps
 
 

@@ -66,11 +66,12 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
     blocks = torch.randperm(num_blocks, generator=draw).view(5, 16).int()
     regions = RegionShares(division.shares(64, 9)[1], layout, num_blocks, "cpu", division, 1)
     budgets, windows = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*sizes, strict=True))
-    places, used, together = set(), 0, regions.place_layers(blocks, (), budgets, windows)
+    places, used, together = set(), 0, regions.place_layers(layers[0], blocks, (), budgets, windows)
+    assert [*together] == [*range(*layers)]
     for layer in range(*layers):
         placed, table = regions.place(layer, blocks, (), budgets, windows)
         assert placed.dtype == table.dtype == torch.int32
-        assert all(map(torch.equal, together(layer), (placed, table)))
+        assert all(map(torch.equal, together[layer], (placed, table)))
         for r, size in enumerate(sizes):
             shares = division.shares(*size)[1]
             alone, pages = RegionShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())

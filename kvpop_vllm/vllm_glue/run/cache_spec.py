@@ -139,12 +139,12 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             position: position of the step's first token.
             drafts: number of drafts that are there.
         """
-        if current_platform.is_cpu() and self.pauses[request_id].leaves_out(position, drafts):
-            return 0
-        spec, slots = self.kv_cache_spec, self.requests[request_id]
-        if not spec.rounds:
-            return drafts
-        return room_for_drafts(spec.rounds, slots.budget - spec.sinks - slots.window, spec.shares is None, position)
+        spec, slots, room = self.kv_cache_spec, self.requests[request_id], drafts
+        if spec.rounds:
+            topk = slots.budget - spec.sinks - slots.window
+            room = min(room, room_for_drafts(spec.rounds, topk, spec.shares is None, position))
+        pauses = current_platform.is_cpu() and self.pauses[request_id].leaves_out(position, room)
+        return 0 if pauses else room
 
     def most_missing(self, request_id: str) -> int:
         """Return the most blocks that an admitted request may still ask for."""

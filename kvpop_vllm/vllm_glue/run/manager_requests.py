@@ -54,10 +54,10 @@ def cache_blocks(original, self, request, num_computed_tokens, *args, **kwargs):
 
 
 def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
-    """Wrap the end of a step's planning: cut drafts (see :meth:`FixedBudgetManager.most_drafts`), and prompts where a
-    snapshot is due.
+    """Wrap the end of a step's planning: cut drafts, and prompts where a snapshot is due.
 
-    The blocks that cut tokens would have needed have been claimed; later tokens take them.
+    :meth:`FixedBudgetManager.most_drafts` says which drafts. The blocks that cut tokens would have needed have been
+    claimed; later tokens take them.
     """
     scheduled, drafts = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_spec_decode_tokens
     ours, snapshots = _managers(self.kv_cache_manager.coordinator), _snapshots(self)
