@@ -165,7 +165,7 @@ FAULTS = {
     "kvpop_vllm/cache/shares.py": [
         # layers of a later stage get the tables of others
         (
-            "places[layer« - self.shares.first→ - self.shares.first - 1»]",
+            "zip(by_head.unbind(), tables.unbind(1), strict=True), self.shares.first«→ + 1»",
             "tests/kernels/test_regions.py -k budgets_of_their",
         ),
         # a rank has the shares of the first one
@@ -335,7 +335,7 @@ FAULTS = {
             f"{GPU}/test_cuda_interpreted.py -k 'protected_prompts and pyramid and V2'",
         ),
         # every layer has the heads of the first one
-        ("if «not shares.by_layer→True»:", "tests/engine/test_kinds_policies.py -k adakv"),
+        ("elif self._placed_by is «not shares→None» or", "tests/hf/test_cache.py -k 'oracles and shares'"),
         # a third prefix block is missed
         (
             "+ send(columns, table.device)«→.clamp_max(2)».unsqueeze(1)",
