@@ -377,8 +377,7 @@ class StepPlan:
         late: bool = False,
     ):
         self.layout, self.checks, self.late = layout, checks, late
-        self._batches: dict[int, StepBatch] = {}  # of layers, without starts, by the shares that have placed them
-        self._placed_by: EqualHeads | None = None
+        self._batches: dict[int, StepBatch] = {}  # of layers, without starts
         self._everywhere: StepBatch | None = None
         self._host_knows = rows is None  # else tensors may be changed in place before a layer reads them
         singles, chunked = [], []
@@ -484,8 +483,8 @@ class StepPlan:
         """
         if not shares.by_layer:
             layer = 0
-        elif self._placed_by is not shares or not self._host_knows:
-            self._batches, self._placed_by = {}, shares
+        elif not self._host_knows:  # other numbers may lie there now, or these are the shares of another layer
+            self._batches = {}
         if layer not in self._batches:
             self._batches |= self._place(shares, layer)
         batch = self._batches[layer]
