@@ -3,13 +3,12 @@
 import csv
 import os
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).parent
-_spent: Counter[str] = Counter()  # seconds of the tests that have run
+_spent: dict[str, float] = {}  # seconds of the tests that have passed
 LONGEST_FIRST = (
     "kernels/test_sanitizers.py",
     "engine/test_fidelity.py",
@@ -74,16 +73,20 @@ SLOW = {
     "server/test_cartridge_server.py": [""],
     "server/test_server.py": [""],
 }
-"""Parts of the names of tests that `make test` leaves out, by module: 20 s or more on a slow processor.
+"""Parts of the names of tests that `make test` leaves out, by module.
 
-Other tests carry the marker ``slow`` themselves, or take :data:`SLOW_SECONDS`.
+They take 20 s or more on a slow processor, or share what does. Other tests carry the marker ``slow`` themselves, or take
+:data:`SLOW_SECONDS`.
 """
 SECONDS = TESTS / "data" / "seconds.csv"
-"""Seconds of tests with their setup, if :data:`RECORDED_SECONDS` or more. ``--record-seconds`` writes those that run.
+"""Seconds of tests without what they share. ``--record-seconds`` writes those that run and pass.
 
 On another machine tests take other times, but as much longer than one another.
 """
-SLOW_SECONDS, RECORDED_SECONDS = 1.7, 1.5
+SLOW_SECONDS = 1.5
+"""Least seconds of a test that `make test` leaves out, unless it is of :data:`QUICK`."""
+QUICK = "imports"
+"""Folder of the tests of documents, names and layers, which are never slow by their seconds."""
 NIGHTLY = {
     "stress/test_soak.py": ["test_a_minute_of_load"],
     "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-2"],
@@ -138,19 +141,20 @@ def read_seconds() -> dict[str, float]:
 
 
 def pytest_runtest_logreport(report):
-    """Count the seconds of a test, of its setup and teardown too."""
-    _spent[report.nodeid.removeprefix(f"{TESTS.name}/")] += report.duration
+    """Keep the seconds of a test that has passed."""
+    if report.when == "call" and report.passed:
+        _spent[report.nodeid.removeprefix(f"{TESTS.name}/")] = report.duration
 
 
 def pytest_sessionfinish(session):
     """Record the seconds of the tests that have run. Workers leave it to the process that has started them."""
     if not session.config.option.record_seconds or hasattr(session.config, "workerinput"):
         return
-    seconds = {name: spent for name, spent in read_seconds().items() if name not in _spent} | _spent
+    seconds = read_seconds() | _spent
     with SECONDS.open("w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file, lineterminator="\n")
         rows.writerow(("test", "seconds"))
-        rows.writerows((name, f"{seconds[name]:.1f}") for name in sorted(seconds) if seconds[name] >= RECORDED_SECONDS)
+        rows.writerows((name, f"{seconds[name]:.1f}") for name in sorted(seconds) if seconds[name] >= SLOW_SECONDS)
 
 
 def pytest_generate_tests(metafunc):
@@ -178,7 +182,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         nightly, slow = (any(part in item.name for part in table.get(_module(item), ())) for table in (NIGHTLY, SLOW))
-        slow |= seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), 0) >= SLOW_SECONDS
+        if not _module(item).startswith(QUICK):
+            slow |= seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), 0) >= SLOW_SECONDS
         if nightly:
             item.add_marker("nightly")
         if nightly or slow or any(isinstance(value, str) and value in slower for value in parameters):

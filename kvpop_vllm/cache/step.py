@@ -475,7 +475,8 @@ class StepPlan:
     def batch(self, shares: EqualHeads, layer: int = 0) -> StepBatch:
         """Return the batch of a layer; layers with equal heads have the same one.
 
-        Only the first layer's has starts to be checked, because all layers have seen the same tokens.
+        Only the first layer's has starts to be checked, because all layers have seen the same tokens. Layers that share
+        unequally have indices of their own, unless ``rows`` were given.
 
         Args:
             shares: how heads share slots.
@@ -494,13 +495,15 @@ class StepPlan:
 
     def _place(self, shares: EqualHeads, layer: int) -> dict[int, StepBatch]:
         """Return the step in the pages of a layer, and of those that are placed with it. Arguments are as in :meth:`batch`."""
-        rows, chunks = self.rows, self.chunks
-        place = shares.place_layers if self._host_knows else functools.partial(EqualHeads.place_layers, shares)
-        of_rows, of_chunks = {}, {}
+        rows, chunks, of_rows, of_chunks = self.rows, self.chunks, {}, {}
+
+        def place(*columns) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+            return shares.place_layers(layer, *columns) if self._host_knows else {layer: shares.place(layer, *columns)}
+
         if rows.decodes:
-            of_rows = place(layer, rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window"))
+            of_rows = place(rows.tails, rows.compressed, rows.numbers.get("budget"), rows.numbers.get("window"))
         if len(chunks):
-            of_chunks = place(layer, self.tails, self.compressed, chunks.budgets, chunks.windows)
+            of_chunks = place(self.tails, self.compressed, chunks.budgets, chunks.windows)
         layers = (of_rows | of_chunks) or [layer]
         return {number: self._in_pages(of_rows.get(number), of_chunks.get(number)) for number in layers}
 

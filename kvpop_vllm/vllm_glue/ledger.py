@@ -125,7 +125,7 @@ LEDGER = (
           "when cache managers can bound what is hashed in all groups, and are handed the request", "self, request, num_computed_tokens"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule", "run.manager_requests:update_after_schedule", SCHEDULER, "policy",
           "A round of eviction comes between two steps, and drafts may lie on both sides of it: those of a step are cut there. So are "
-          "prompts where a snapshot is due. Later, the scheduler counts its tokens as computed.",
+          "prompts where a snapshot is due, and on a CPU drafts of requests whose last ones were refused. Later, the scheduler counts its tokens as computed.",
           "when cache managers can bound the tokens of a request's step", "self, scheduler_output"),
     Patch("vllm.v1.core.sched.scheduler:Scheduler._free_request", "extras.reports:free_request", SCHEDULER, "policy",
           "Only here is a request's cache known at its end: its numbers are kept for the metrics, and returned with the response to "

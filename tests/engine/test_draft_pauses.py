@@ -3,12 +3,14 @@
 import itertools
 
 import pytest
-from engine.driving import BLOCK
-from engine.proposer import CONFIG, DRAFTS, drafting
+from engine.driving import BLOCK, preempt_all
+from engine.proposer import CONFIG, DRAFTS, DrawnDrafts, drafting
+from engine.test_speculation import CASES, LENGTHS, jobs_of, plain, speculating
 from engine.tiny_engine import running
 from vllm import SamplingParams
 
 from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.vllm_glue.run import draft_pauses
 from kvpop_vllm.vllm_glue.run.draft_pauses import LONGEST, DraftPauses
 
 
@@ -62,3 +64,40 @@ def test_an_engine(case, right):
     assert with_drafts.outputs[0].token_ids == answer.outputs[0].token_ids
     drafts, accepted = (counts[f"vllm:spec_decode_num_{name}"] for name in ("drafts", "accepted_tokens"))
     assert (drafts, accepted) == ((6, 24) if right else (5, 0))
+
+
+@pytest.mark.parametrize("name", ["state, protected", "rounds, protected"])
+def test_sixteen_requests(case, name):
+    """Pauses begin and end at other times for each. All are preempted once, and one is aborted."""
+    kind, policy, options = CASES[name]
+    with speculating(case(kind, policy, **options)) as engine:
+        jobs, counts = jobs_of([*LENGTHS, *LENGTHS[:6]], 40), itertools.cycle([0, 0, 0, 0, DRAFTS, 1, 0])
+        managers = engine.recorder.scheduler.kv_cache_manager.coordinator.single_type_managers
+
+        paused = []
+
+        def disturb(step):
+            paused.append(sum(pauses.left > 0 for manager in managers for pauses in manager.pauses.values()))
+            if step == 15:
+                preempt_all(engine.recorder.scheduler)
+            if step == 20:
+                engine.engine.abort_request(["3"])
+
+        with drafting(plain(engine, jobs), counts):
+            answers = engine.serve(jobs, disturb)
+        assert any(1 < number < len(jobs) for number in paused)
+        engine.check(answers)
+        assert not any(manager.pauses for manager in managers)
+
+
+def test_a_seed_gives_the_tokens_that_it_gives_without_pauses(case, monkeypatch):
+    setup, config = case("llama", "streaming-llm"), CONFIG | {"model": "engine.proposer.DrawnDrafts"}
+    monkeypatch.setattr(DrawnDrafts, "tokens", (3, 5))
+    prompts = [{"prompt_token_ids": random_prompt(60, seed=seed)} for seed in range(4)]
+    sampling = [SamplingParams(temperature=1, seed=seed, max_tokens=40, detokenize=False) for seed in range(4)]
+    with running(setup.model, setup.settings, speculative_config=config, block_size=BLOCK) as llm:
+        answers = []
+        for longest in (LONGEST, 0):
+            monkeypatch.setattr(draft_pauses, "LONGEST", longest)
+            answers.append([answer.outputs[0].token_ids for answer in llm.generate(prompts, sampling, use_tqdm=False)])
+    assert answers[0] == answers[1]

@@ -283,6 +283,20 @@ def test_each_turn_goes_on_from_the_one_before(chats, right, last):
     assert whole(later) == second
 
 
+@pytest.mark.parametrize("pauses", [0, draft_pauses.LONGEST], ids=["no pauses", "pauses"])
+def test_an_answer_as_a_prompt(chats, pauses, monkeypatch):
+    """All of it but its last token is in the snapshot, and vLLM proposes as many drafts for its first step as there can be."""
+    monkeypatch.setattr(draft_pauses, "LONGEST", pauses)
+    for new in range(14, 24):
+        (first,) = plain(chats, [Job(prompt=random_prompt(100, seed=new), new=new, scored=False)])
+        (second,) = plain(chats, [Job(prompt=first, new=20, scored=False)])
+        with drafting([first, second], itertools.repeat(0)):
+            chats.serve([Job(prompt=first[:100], new=new, scored=False)])
+            (answer,) = chats.serve([Job(prompt=first, new=20, scored=False)]).values()
+        assert answer.num_cached_tokens == len(first) - 1
+        assert whole(answer) == second
+
+
 @pytest.mark.parametrize("new", range(14, 19))
 def test_an_answer_that_ends_within_drafts(chats, new):
     """The text goes on after the answer, so that drafts beyond its end are right; a chat goes on from its end."""

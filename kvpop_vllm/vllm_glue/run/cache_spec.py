@@ -58,6 +58,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.requests: dict[str, RequestSlots] = {}
         self.final: dict[str, int] = {}  # largest length of each request
         self.pauses: dict[str, DraftPauses] = defaultdict(DraftPauses)
+        self.cuts_drafts = bool(kv_cache_spec.drafts) and (current_platform.is_cpu() or bool(kv_cache_spec.rounds))
         self.largest_claims: dict[str, int] = {}  # most blocks of each request, 0 where all are claimed at once
         self.placed: set[str] = set()  # requests that begin with cartridges
         self.waits: set[str] = set()  # requests for whose cartridges there is no room now
@@ -128,23 +129,26 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - num_blocks) + evictable + copies
 
-    def most_drafts(self, request_id: str, position: int, drafts: int) -> int:
-        """Return how many drafts a request may have in a step that begins with its token at ``position``.
+    def most_drafts(self, request, proposed: list[int]) -> int:
+        """Return how many drafts of a request are verified in its next step.
 
         They end where a round of eviction is due. On a CPU they are left out for a while if they are refused. Call it for
         each step after the prompt.
 
         Args:
-            request_id: name of the request.
-            position: position of the step's first token.
-            drafts: number of drafts that are there.
+            request: the request.
+            proposed: its drafts. vLLM proposes -1 for those of a request that has just been admitted.
         """
-        spec, slots, room = self.kv_cache_spec, self.requests[request_id], drafts
+        spec, position, room = self.kv_cache_spec, request.num_computed_tokens, len(proposed)
         if spec.rounds:
+            slots = self.requests[request.request_id]
             topk = slots.budget - spec.sinks - slots.window
             room = min(room, room_for_drafts(spec.rounds, topk, spec.shares is None, position))
-        pauses = current_platform.is_cpu() and self.pauses[request_id].leaves_out(position, room)
-        return 0 if pauses else room
+        # with other drafts a seed gives other tokens
+        if not current_platform.is_cpu() or request.sampling_params.seed is not None:
+            return room
+        real = 0 if -1 in proposed else room
+        return 0 if self.pauses[request.request_id].leaves_out(position, real) else room
 
     def most_missing(self, request_id: str) -> int:
         """Return the most blocks that an admitted request may still ask for."""

@@ -1,19 +1,19 @@
 """Pauses of drafts that are refused, on a CPU.
 
 A CPU verifies drafts more slowly than it makes one token, and with a cache of fixed size the rest of a step is short. In
-text that no draft foresees each of them would be lost time. A GPU reads its weights once for all drafts and has graphs
-for them, so that there none is left out.
+text that no draft foresees, drafts would be lost time. A GPU reads its weights once for all drafts and has graphs for
+them, so it verifies all.
 """
 
 LONGEST = 32
-"""Most steps of a pause. With 0 there are none."""
+"""Most steps of a pause."""
 
 
 class DraftPauses:
     """Steps of a request in which its drafts are left out.
 
-    After two steps in a row whose drafts were all refused, they are left out of 2 steps. While they go on to be refused,
-    the pauses are twice as long each time, up to :data:`LONGEST` steps. An accepted draft ends this.
+    After two steps with drafts, all of which were refused, they are left out of the next 2 steps. While they go on to be
+    refused, the pauses are twice as long each time, up to :data:`LONGEST` steps. An accepted draft ends this.
     """
 
     def __init__(self):

@@ -63,11 +63,11 @@ def update_after_schedule(original, self, scheduler_output, *args, **kwargs):
     ours, snapshots = _managers(self.kv_cache_manager.coordinator), _snapshots(self)
     for name, tokens in scheduled.items() if ours else ():
         request, left_out = self.requests[name], 0
-        if ours[0].kv_cache_spec.drafts and request.num_computed_tokens >= request.num_prompt_tokens:
+        if ours[0].cuts_drafts and (name in drafts or request.num_computed_tokens >= request.num_prompt_tokens):
             proposed = drafts.pop(name, [])
-            room = ours[0].most_drafts(name, request.num_computed_tokens, len(proposed))
-            left_out = max(0, len(proposed) - room)
-            if proposed[:room]:
+            room = ours[0].most_drafts(request, proposed)
+            left_out = len(proposed) - room
+            if room:
                 drafts[name] = proposed[:room]
         elif snapshots is not None:
             left_out = snapshots.past_prompt_end(request, tokens)
