@@ -328,19 +328,6 @@ FAULTS = {
             "tests/attention/test_step.py -k one_bad_start",
         ),
     ],
-    "kvpop_vllm/vllm_glue/run/manager_requests.py": [
-        # drafts that vLLM proposes for a request with but one token to compute are not cut where a round is due
-        (
-            "«name in drafts or →»request.num_computed_tokens >=",
-            "tests/engine/test_speculation.py -k 'as_a_prompt and vase'",
-        ),
-    ],
-    "kvpop_vllm/vllm_glue/run/cache_spec.py": [
-        # pauses change what a seed gives
-        (" or request.sampling_params.seed «is not None→== -1»", "tests/engine/test_draft_pauses.py -k seed"),
-        # pauses of a request outlive it
-        ("«self.pauses, →»self.largest_claims, self.bounds):", "tests/engine/test_draft_pauses.py -k sixteen"),
-    ],
     "kvpop_vllm/cache/step.py": [
         # tables of a recorded step are formed before its numbers are known
         (
@@ -520,6 +507,10 @@ FAULTS = {
         ("max(map(«min, protected, after→max, protected, protected»))", "tests/hf/test_protected.py -k come_as"),
     ],
     "kvpop_vllm/vllm_glue/run/cache_spec.py": [
+        # pauses change what a seed gives
+        (" or request.sampling_params.seed «is not None→== -1»", "tests/engine/test_draft_pauses.py -k seed"),
+        # pauses of a request outlive it
+        ("«self.pauses, →»self.largest_claims, self.bounds):", "tests/engine/test_draft_pauses.py -k sixteen"),
         # a request is expected to reach N
         (
             "length = «min(slots.prefix + slots.budget + 1, self.final[name])→slots.prefix + slots.budget + 1»",
@@ -527,6 +518,11 @@ FAULTS = {
         ),
     ],
     "kvpop_vllm/vllm_glue/run/manager_requests.py": [
+        # drafts that vLLM proposes for a request with but one token to compute are not cut where a round is due
+        (
+            "«name in drafts or →»request.num_computed_tokens >=",
+            "tests/engine/test_speculation.py -k 'as_a_prompt and vase'",
+        ),
         # a hit waits for ever in a pool that a miss would fit
         (
             "if possible« and _has_room(self, request, rows, snapshot.length, snapshots.step_tokens)→»:",

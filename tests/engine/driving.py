@@ -17,6 +17,7 @@ from threads import one_thread
 
 from kvpop_vllm.cache.pages import cdiv
 from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.vllm_glue.run import draft_pauses
 
 TOP_LOGPROBS = 3
 BLOCK = 16
@@ -184,12 +185,12 @@ class Watched:
         end, on a GPU one more, and nothing of it afterwards. No block of a tail is shared, and none is lost.
         """
         total = self.recorder.pool.num_gpu_blocks - 1 - self.withheld  # vLLM never hands out the null block
-        late, cuts = Counter(), self.spec.drafts if self.spec.rounds else 0
+        late, cuts = Counter(), self.spec.drafts if self.spec.rounds or draft_pauses.LONGEST else 0
         for step in self.recorder.blocks:
             unshared, shared = [], set()
             for name, (tokens, last, (protected, *sizes), row) in step.running.items():
                 counted = last if self.spec.reserve else tokens
-                # drafts that a round cuts had blocks
+                # drafts that a round or a pause cuts had blocks
                 counts = {
                     self.spec.blocks(counted + cut, self.spec.slots(protected, *sizes)) for cut in range(cuts + 1)
                 }
