@@ -264,17 +264,17 @@ def test_each_turn_goes_on_from_the_one_before(chats, right, last):
 
     An answer of 20 tokens ends with a draft, unless none is right. A draft that is right beyond its end does not count.
     """
-    prompt, more = random_prompt(95, seed=right), random_prompt(45, seed=100 + right)
+    prompt, continuation = random_prompt(95, seed=right), random_prompt(45, seed=100 + right)
     asks = {"kv_report": 1}
     (first,) = plain(chats, [Job(prompt=prompt, new=20, scored=False)])
-    (second,) = plain(chats, [Job(prompt=[*first, *more], new=20, scored=False)])
+    (second,) = plain(chats, [Job(prompt=[*first, *continuation], new=20, scored=False)])
     with drafting([first, second], itertools.repeat(right)):
         (answer,) = chats.serve([Job(prompt=prompt, new=20, scored=False, asks=asks)]).values()
         before = {layer: [*steps] for layer, steps in chats.recorder.retained[chats.names["0"]].items()}
         assert whole(answer) == first
         length = answer.kv_transfer_params["kv_report"]["seen_tokens"]
         assert length == len(first) - last or (chats.spec.rounds and length in (len(first) - 1, len(first)))
-        answers = chats.serve([Job(prompt=[*first, *more], new=20, scored=False)])
+        answers = chats.serve([Job(prompt=[*first, *continuation], new=20, scored=False)])
     (later,) = answers.values()
     assert later.num_cached_tokens == length
     for layer, steps in chats.recorder.retained[chats.names["0"]].items():
@@ -300,15 +300,15 @@ def test_an_answer_as_a_prompt(chats, pauses, monkeypatch):
 @pytest.mark.parametrize("new", range(14, 19))
 def test_an_answer_that_ends_within_drafts(chats, new):
     """The text goes on after the answer, so that drafts beyond its end are right; a chat goes on from its end."""
-    prompt, more = random_prompt(70, seed=new), random_prompt(30, seed=200 + new)
+    prompt, continuation = random_prompt(70, seed=new), random_prompt(30, seed=200 + new)
     (text,) = plain(chats, [Job(prompt=prompt, new=30, scored=False)])
     first = text[: 70 + new]
-    (second,) = plain(chats, [Job(prompt=[*first, *more], new=12, scored=False)])
+    (second,) = plain(chats, [Job(prompt=[*first, *continuation], new=12, scored=False)])
     with drafting([text, second], itertools.repeat(DRAFTS)):
         (answer,) = chats.serve([Job(prompt=prompt, new=new, scored=False, asks={"kv_report": 1})]).values()
         before = {layer: [*steps] for layer, steps in chats.recorder.retained[chats.names["0"]].items()}
         assert whole(answer) == first
-        (later,) = (answers := chats.serve([Job(prompt=[*first, *more], new=12, scored=False)])).values()
+        (later,) = (answers := chats.serve([Job(prompt=[*first, *continuation], new=12, scored=False)])).values()
     # 1 + 5 i tokens are there after i steps with drafts, where no round cuts them
     expected = len(first) - (new % (1 + DRAFTS) == 1)
     assert answer.kv_transfer_params["kv_report"]["seen_tokens"] == later.num_cached_tokens
