@@ -31,6 +31,8 @@ BUDGET, SLOTS, NEW = 128, 64, 9
 POLICY = f"--kv-policy streaming-llm --kv-budget {BUDGET} --kv-max-budget 512".split()
 SIZES = f"--max-model-len 2048 --max-num-seqs 4 --kv-cache-memory-bytes {32 << 20} --enforce-eager".split()
 SIZES += ["--served-model-name", "base"]
+# A stock engine in bfloat16 whose first request has one token ends with SIGILL on a processor with AMX (vLLM 0.32).
+SIZES += ["--dtype", "float32"]
 API_SERVERS, ENGINES = ["--api-server-count", "2"], ["--data-parallel-size", "2"]
 KINDS = {  # options, number of API servers, number of engines
     "two API servers": ([*API_SERVERS, "--kv-inspect"], 2, 1),
