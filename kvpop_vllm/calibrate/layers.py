@@ -245,7 +245,8 @@ class Shrunk(Again):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group, outs = q.shape[1] // k.shape[1], []
         # heads that do not shrink see the whole row
-        dense = Windowed(0)(self.row, layer, self.row.length, scale)
+        shrink_all = all(head is None for head, _ in self.chosen)
+        dense = None if shrink_all else Windowed(0)(self.row, layer, self.row.length, scale)
         # once for each size, whatever heads have it
         by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
         for head, size in self.chosen:

@@ -5,7 +5,9 @@ A new kind is one file and one line in :data:`SCORERS` or :data:`GATES`.
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -78,8 +80,13 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
     heads = next(len(tensors[name]) for name, shape in config.shapes(tensors).items() if not isinstance(shape[0], str))
     if heads != config.num_kv_heads:
         config = dataclasses.replace(config, num_kv_heads=heads)
-    # nothing is drawn, since all parameters are assigned below
-    with torch.device("meta"):
-        module = build(config, **KINDS[config.scorer].sizes(tensors))
+    module = copy.deepcopy(_empty(config, **KINDS[config.scorer].sizes(tensors)))
     module.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
     return module.requires_grad_(False)
+
+
+@functools.lru_cache
+def _empty(config: ScorerConfig, **sizes) -> Scorer | Gate:
+    """Return a scorer or gate without values. A search resolves policies thousands of times, and copies are cheap."""
+    with torch.device("meta"):
+        return build(config, **sizes)
