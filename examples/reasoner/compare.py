@@ -10,8 +10,12 @@ on. Problems, records and calibrations of other problems, models, scorers or set
 
 With --train-shares 8 each scorer is trained a second time, from the start, with the shares that were found for the
 first one at 8 times, and its shares are found again; --train-windows 32 trains each once more with a window of 32
-tokens and as many slots in all. How long all this takes is printed before each command, as soon as one of each kind has
-been timed.
+tokens and as many slots in all. --trainings 3 trains each policy, as it was trained last, with two more seeds; its shares
+are those of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
+command, as soon as one of each kind has been timed.
+
+--test-size 45 and --samples 16 solve other problems with what is trained, or each several times at --temperature. Their
+records and tables are named by it.
 """
 
 import argparse
@@ -63,11 +67,21 @@ STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
 GATES_ONLY = "trimkv", "dms"
 """Trained policies that have no shares."""
-VARIANT = re.compile(r"(?P<policy>.+?)(-window-(?P<window>\d+))?(-shares-(?P<shares>\d+))?")
-"""Names of trained policies: a key of :data:`TRAINED`, another window, and the compression whose shares it is trained with."""
+VARIANT = re.compile(
+    r"(?P<first>(?P<policy>.+?)(-window-(?P<window>\d+))?(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?"
+)
+"""Names of trained policies.
+
+A key of :data:`TRAINED`, another window, the compression whose shares it is trained with, and another seed of the training.
+``first`` is the name without that seed.
+"""
 ROLES = re.compile(r"--window (\d+) --topk ([\d ]*\d)")
 """Window and long-range slots among the options of a trained policy."""
-MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
+MEASURES = {
+    "exact": "exact answers",
+    "before_error": "share of a solution before its first error",
+    "fewer bytes": "bytes of a dense request over those of a request, prompts included",
+}
 """Measures of the summary."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
@@ -108,7 +122,7 @@ def training_options(name: str) -> list[str]:
         wider = int(variant["window"]) - int(window)
         slots = " ".join(str(int(k) - wider) for k in topk.split())
         options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
-    return options.split()
+    return options.split() + (["--seed", variant["seed"]] if variant["seed"] else [])
 
 
 class Comparison:
@@ -125,6 +139,8 @@ class Comparison:
         seed: other seeds have other test problems.
         untrained: names of training-free policies, of :data:`FREE`.
         shares: compressions whose shares trained policies are trained with a second time.
+        trainings: how often each policy, as it is trained last, is trained, each time with another seed.
+        test: options of `kvpop eval` for the test problems alone, by name; a size takes the place of ``size``.
 
     Attributes:
         seconds: how long commands took, by the name of their action.
@@ -143,15 +159,20 @@ class Comparison:
         seed: int = 0,
         untrained: Iterable[str] = FREE,
         shares: Iterable[int] = (),
+        trainings: int = 1,
+        test: dict[str, float] | None = None,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.seed, self.untrained, self.shares = seed, tuple(untrained), tuple(shares)
         self.seconds: dict[str, list[float]] = {}
         self.cells: dict[Path, str] = {}
-        self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
-        self.problems, self.records = folder / "problems.jsonl", folder / "records"
+        self.kinds, self.size, self.trainings, self.test = kinds, size, trainings, test or {}
+        self.suffix = "".join(f"-{name}-{value:g}" for name, value in self.test.items())
+        self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
-        self.records.mkdir(parents=True, exist_ok=True)
+        self.windows = folder / "windows"
+        for records in (self.records, self.windows):
+            records.mkdir(parents=True, exist_ok=True)
 
     def _prepare(self) -> None:
         """Write problems to train policies on."""
@@ -231,7 +252,7 @@ class Comparison:
             words: model and policy.
         """
         for measured, used in CALIBRATED.items():
-            folder, out = self.calibrations / f"{name}-{measured}", self._shared(name, measured)
+            folder, out = self.calibrations / f"{first_training(name)}-{measured}", self._shared(name, measured)
             path = folder / NAME
             if not path.exists() or json.loads(path.read_text())["unit"] == UNITS[0]:
                 self.cells.pop(out, None)
@@ -246,7 +267,12 @@ class Comparison:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        names, variants = list(names), [name for base in names for name in (base, *self._with_trained_shares(base))]
+        names = list(names)
+        variants = [
+            name
+            for base in names
+            for name in (base, *self._with_trained_shares(base), *self._with_other_seeds(self._last_of(base)))
+        ]
         if any(not self._has(self.records / f"{name}.jsonl", self.rows) for name in variants):
             self._prepare()
         for name in variants:
@@ -256,6 +282,14 @@ class Comparison:
     def _with_trained_shares(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with shares; gates have none."""
         return [] if gates_only(name) or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
+
+    def _last_of(self, name: str) -> str:
+        """Return the name under which a policy is trained last with the first seed."""
+        return [name, *self._with_trained_shares(name)][-1]
+
+    def _with_other_seeds(self, name: str) -> list[str]:
+        """Return the names under which a policy is trained with other seeds."""
+        return [f"{name}-seed-{seed}" for seed in range(1, self.trainings)]
 
     def _expect(self, name: str) -> None:
         """Note the commands of a trained policy."""
@@ -267,23 +301,30 @@ class Comparison:
     def _expect_shares(self, name: str) -> None:
         """Note the commands about a policy's shares."""
         for c in _calibrated(name):
-            for file, action in ((self.calibrations / f"{name}-{c}", "calibrate"), (self._shared(name, c), "eval")):
+            files = {self._shared(name, c): "eval"}
+            if name == first_training(name):
+                files[self.calibrations / f"{name}-{c}"] = "calibrate"
+            for file, action in files.items():
                 if not (file / NAME if action == "calibrate" else file).exists():
                     self.cells[file] = action
 
     def _trainings(self, name: str, common: list, steps: int) -> Iterator[list]:
-        """Yield the commands of a trained policy, then those of the same one trained with the shares that were found.
+        """Yield the commands of a trained policy, of the same one trained with the shares that were found, and of other seeds.
 
         Where no shares were better than equal ones there is nothing to train with.
         """
         yield from self._steps_of(name, common, steps)
+        last, options = name, common
         for variant, c in zip(self._with_trained_shares(name), self.shares, strict=False):
             source = self.calibrations / f"{name}-{c}"
             if json.loads((source / NAME).read_text())["unit"] == UNITS[0]:
                 for out in [out for out in list(self.cells) if variant in str(out)]:
                     self.cells.pop(out, None)
             else:
-                yield from self._steps_of(variant, [*common, "--shares", source], steps)
+                last, options = variant, [*common, "--shares", source]
+                yield from self._steps_of(last, options, steps)
+        for repeated in self._with_other_seeds(last):
+            yield from self._steps_of(repeated, options, steps)
 
     def _steps_of(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy: training, and what follows from it."""
@@ -292,7 +333,7 @@ class Comparison:
         if steps:
             yield ["kvpop", "distill", *common, *training_options(name), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        for compression in CALIBRATED:
+        for compression in CALIBRATED if name == first_training(name) else ():
             yield from self._calibration(name, compression, [words[1], *decides])
         if steps:
             equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
@@ -304,9 +345,13 @@ class Comparison:
 
         It is one that is possible at equal bytes too.
         """
-        outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
-        problems = ["--split", "validation", "--share", *COMPRESSIONS]
-        self._solve({out: [*self._untrained(names, w), *problems] for (names, w), out in outs.items()}, 16)
+        outs = {(names, w): self.windows / f"{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
+        compressions = ["--share", *COMPRESSIONS]
+        self._solve(
+            {out: [*self._untrained(names, w), *compressions] for (names, w), out in outs.items()},
+            16,
+            {"split": "validation"},
+        )
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
@@ -331,32 +376,46 @@ class Comparison:
     def report(self, against: str) -> None:
         """Write the tables of all records; differences are from the policy ``against``."""
         records = self._records()
-        (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
+        table, summaries, answers = (
+            self.folder / f"{stem}{self.suffix}{ending}"
+            for stem, ending in (("table", ".md"), ("summary", ".md"), ("answers", ".csv"))
+        )
+        table.write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
         pooled = [record | {"kind": "all", "unit": f"{record['kind']} {record['unit']}"} for record in records]
         curves = curves_of(summarise_reasoning(pooled, against))
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
-        tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items())
-        (self.folder / "summary.md").write_text("\n".join(tables))
-        write_answers(self.folder / "answers.csv", curves)
-        print(f"{self.folder} holds summary.md, table.md, answers.csv")
+        tables = [f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items()]
+        if apart := [
+            record | {"policy": f"{record['policy']}, seed {record['training']}", "training": 0}
+            for record in pooled
+            if record["policy"] in {line["policy"] for line in pooled if line.get("training")}
+        ]:
+            tables.append(
+                f"Exact answers of each training:\n\n{summary(curves_of(summarise_reasoning(apart)), 'exact')}"
+            )
+        summaries.write_text("\n".join(tables))
+        write_answers(answers, curves)
+        print(f"{self.folder} holds {summaries.name}, {table.name}, {answers.name}")
 
     def _records(self) -> list[dict]:
         """Return the records of the test problems; a trained policy has its name here."""
         records, dense = [], set()
         for path in sorted(self.records.glob("*.jsonl")):
-            if path.name.startswith("windows-"):
-                continue
+            shares = SHARES.fullmatch(path.stem)
+            trained = VARIANT.fullmatch(shares[1] if shares else path.stem)
+            is_trained = trained["policy"] in TRAINED
             for record in read_records(path)[1]:
-                policy, shares = record["policy"], SHARES.fullmatch(path.stem)
-                stem = shares[1] if shares else path.stem
-                name = stem if VARIANT.fullmatch(stem)["policy"] in TRAINED or shares else policy
+                policy = record["policy"]
+                name = trained["first"] if is_trained or shares else policy
                 name += ", shares" if shares else ""
-                name = {DENSE: DENSE, OWN: f"{stem}, nothing evicted"}.get(policy, name)
+                name = {DENSE: DENSE, OWN: f"{trained['first']}, nothing evicted"}.get(policy, name)
+                if is_trained and policy != DENSE:
+                    record["training"] = int(trained["seed"] or 0)
                 if "budget" not in record:  # every command solves the problems with the dense model too
-                    unit = name, record["kind"], record["unit"]
-                    if unit in dense:
+                    solution = name, record["kind"], record["unit"], record.get("sample"), record.get("training")
+                    if solution in dense:
                         continue
-                    dense.add(unit)
+                    dense.add(solution)
                 records.append(record | {"policy": name})
         return records
 
@@ -379,8 +438,13 @@ class Comparison:
             "uniform",
         ]
 
-    def _has(self, out: Path, rows: int) -> bool:
+    def _has(self, out: Path, rows: int, problems: dict | None = None) -> bool:
         """Return whether an evaluation's records are there.
+
+        Args:
+            out: file of the records.
+            rows: problems of each kind.
+            problems: options of the problems, None for those of the test problems.
 
         Raises:
             SystemExit: they are of other problems or settings.
@@ -389,6 +453,7 @@ class Comparison:
             return False
         recorded = read_records(out)[0].get("options", {})
         settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "seed": self.seed}
+        settings |= self.test if problems is None else problems
         settings["share"] = sum(COMPRESSIONS.values(), ())
         if recorded.get("protect_prompt") is not None:
             settings["protect_prompt"] = [self.protect]
@@ -407,16 +472,20 @@ class Comparison:
             return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", window]
         return ["--model", model, *teacher, "--policies", "--scorer", out]
 
-    def _solve(self, calls: dict[Path, list], rows: int) -> None:
-        """Run evaluations of ``rows`` problems of each kind whose records are not there yet."""
-        new = {out: [*words, "--rows", rows] for out, words in calls.items() if not self._has(out, rows)}
+    def _solve(self, calls: dict[Path, list], rows: int, problems: dict | None = None) -> None:
+        """Run evaluations whose records are not there yet. See :meth:`_has`."""
+        new = {out: [*words, "--rows", rows] for out, words in calls.items() if not self._has(out, rows, problems)}
         self.cells |= dict.fromkeys(new, "eval")
-        self._all([self._evaluation(out, words)] for out, words in new.items())
+        self._all([self._evaluation(out, words, problems)] for out, words in new.items())
 
-    def _evaluation(self, out: Path, words: list) -> list:
+    def _evaluation(self, out: Path, words: list, problems: dict | None = None) -> list:
         fixed = "kvpop eval --task reasoning --dtype float32 --requests 64 --threads 1".split()
         protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
-        return [*fixed, *protect, "--kinds", *self.kinds, *self.sized, "--seed", self.seed, *words, "--out", out]
+        options = {"size": self.size, "seed": self.seed} | (self.test if problems is None else problems)
+        problem_options = [
+            word for name, value in options.items() if value is not None for word in (f"--{name}", value)
+        ]
+        return [*fixed, *protect, "--kinds", *self.kinds, *problem_options, *words, "--out", out]
 
     def _all(self, chains: Iterable[Iterable[list]]) -> None:
         """Run chains of commands, ``jobs`` at once."""
@@ -438,6 +507,11 @@ class Comparison:
         if not timed or len(timed) < len(actions):
             return f"{len(actions)} results to come"
         return f"{len(actions)} results to come, in about {math.ceil(sum(timed) / self.jobs / 60)} minutes"
+
+
+def first_training(name: str) -> str:
+    """Return the name of a policy without the seed of its training."""
+    return VARIANT.fullmatch(name)["first"]
 
 
 def _calibrated(name: str) -> list[int]:
@@ -467,6 +541,9 @@ def curves_of(table: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
     for line in table:
         key = line["policy"], line["equal"] or ""
         curves.setdefault(key, {})[compression.get(line["budget"], 1)] = line
+    for curve in curves.values():
+        for line in curve.values():
+            line["fewer bytes"] = max(line["MiB"] for line in table) / line["MiB"]
     return curves
 
 
@@ -487,8 +564,8 @@ def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
         lines.append({"policy": key[0], "equal": key[1]})
         for c, line in curves[key].items():
             if value in line:
-                low, high = line.get(value + INTERVAL, (math.nan, math.nan))
-                lines[-1][times[c]] = f"{line[value]:.2f} ({low:.2f} to {high:.2f})"
+                ends = line.get(value + INTERVAL)
+                lines[-1][times[c]] = f"{line[value]:.2f}" + (" ({:.2f} to {:.2f})".format(*ends) if ends else "")
     return markdown_table(lines, ("policy", "equal", *times.values()))
 
 
@@ -514,6 +591,10 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=positive, default=1450, help="problems that each policy is trained on")
     parser.add_argument("--rows", type=positive, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
+    parser.add_argument("--test-size", type=positive, help="steps of a test problem (default: --size)")
+    parser.add_argument("--samples", type=positive, help="solutions of each test problem (default: 1)")
+    parser.add_argument("--temperature", type=float, help="of sampling test solutions (default: 0, greedy)")
+    parser.add_argument("--trainings", type=positive, default=1, help="seeds that each policy is trained with")
     parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
@@ -535,7 +616,16 @@ def main(words: list[str] | None = None) -> None:
     if options.train_shares and not options.protect_prompt:
         parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")
     problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
-    comparison = Comparison(options.folder, options.model, options.protect_prompt, *problems, options.train_shares)
+    test = {"size": options.test_size, "samples": options.samples, "temperature": options.temperature}
+    comparison = Comparison(
+        options.folder,
+        options.model,
+        options.protect_prompt,
+        *problems,
+        options.train_shares,
+        options.trainings,
+        {name: value for name, value in test.items() if value is not None},
+    )
     comparison.prepare_calibration()
     windows = [
         f"{name}-window-{w}" for w in options.train_windows for name in options.only if ROLES.search(TRAINED[name])

@@ -30,6 +30,7 @@ def bootstrap_ratio(
     denominators: Sequence[float] | None = None,
     *,
     units: Sequence | None = None,
+    trainings: Sequence | None = None,
     seed: int = 0,
 ) -> Interval:
     """Return ``sum(numerators) / sum(denominators)`` with its interval.
@@ -43,19 +44,24 @@ def bootstrap_ratio(
         numerators: one value per row, for example summed nats.
         denominators: as many values, for example numbers of tokens, None for ones.
         units: document or problem of each row. Rows of one unit are drawn together. None if every row is one.
+        trainings: training of each row, drawn at random too, apart from units: a row counts as often as its unit times
+            as often as its training. None if all are of one.
         seed: seed of the draws.
     """
     if denominators is None:
         denominators = np.ones(len(numerators))
     _, unit = np.unique(np.arange(len(numerators)) if units is None else np.asarray(units), return_inverse=True)
-    # rows of one unit are added first, so that they are drawn together
-    sums = np.zeros((unit.max(initial=-1) + 1, 2))
-    np.add.at(sums, unit, np.stack([numerators, denominators], 1).astype(float))
-    if len(sums) < LEAST:
-        raise ConfigError(f"an interval needs at least {LEAST} documents or problems, got {len(sums)}: raise --rows")
-    # resampling units with replacement is drawing how often each occurs
-    counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), DRAWS)
-    above, below = (counts @ sums).T
+    _, training = np.unique(np.zeros(len(unit)) if trainings is None else np.asarray(trainings), return_inverse=True)
+    count = unit.max(initial=-1) + 1
+    # rows of one unit and training are added first, so that they are drawn together
+    sums = np.zeros((training.max(initial=-1) + 1, count, 2))
+    np.add.at(sums, (training, unit), np.stack([numerators, denominators], 1).astype(float))
+    if count < LEAST:
+        raise ConfigError(f"an interval needs at least {LEAST} documents or problems, got {count}: raise --rows")
+    # resampling with replacement is drawing how often each occurs
+    generator = np.random.default_rng(seed)
+    of_units, of_trainings = (generator.multinomial(n, np.full(n, 1 / n), DRAWS) for n in (count, len(sums)))
+    above, below = np.einsum("du,dt,tux->xd", of_units, of_trainings, sums, optimize=True)
     says = below > 0
     # a draw without any denominator says nothing and widens both ends
     ratios = above / np.where(says, below, 1)
@@ -71,6 +77,7 @@ def estimate(
     denominators: Sequence[float] | None = None,
     *,
     units: Sequence,
+    trainings: Sequence | None = None,
     shares: bool = False,
 ) -> dict:
     """Return fields of a table's line: the ratio of sums as ``name`` and, from :data:`LEAST` units on, its interval.
@@ -85,7 +92,7 @@ def estimate(
         return {}
     if len(set(units)) < LEAST:
         return {name: sum(numerators) / sum(denominators)}
-    value, low, high = bootstrap_ratio(numerators, denominators, units=units)
+    value, low, high = bootstrap_ratio(numerators, denominators, units=units, trainings=trainings)
     if shares:
         # exact bounds of n units that all agree, of which every resample is the same
         all_of_n = 0.025 ** (1 / len(set(units)))

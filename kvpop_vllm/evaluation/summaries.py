@@ -17,6 +17,7 @@ REASONING_COLUMNS = (
     *SETTING[:-1],
     "kind",
     "problems",
+    "trainings",
     "samples",
     "exact",
     "of dense",
@@ -75,39 +76,47 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
     """Return the table of records of `kvpop eval --task reasoning`: means over the problems of each kind.
 
     A problem counts with the mean of its samples and draws. ``of dense`` is exact answers over those of the dense
-    model, ``difference`` exact answers less those of the reference.
+    model, ``difference`` exact answers less those of the reference. Records may be of several trainings of a policy,
+    named by ``training``. Intervals then draw trainings and problems.
     """
     table, keys = [], (*KEYS, "kind")
     groups = {tuple(line[name] for name in keys): (line, members) for line, members in _lines(records, keys)}
-    exact = {key: _by_unit(members, "exact") for key, (_, members) in groups.items()}
+    exact = {key: _by_problem(members, "exact") for key, (_, members) in groups.items()}
     for key, (line, members) in groups.items():
-        problems = list(exact[key])
-        count = len(problems)
-        line |= {"problems": count, "samples": line.pop("rows") // count}
+        problems, trainings = zip(*exact[key], strict=True)
+        drawn = {"units": problems, "trainings": trainings}
+        line |= {"problems": len(set(problems)), "samples": line.pop("rows") // len(problems)}
+        if len(set(trainings)) > 1:
+            line["trainings"] = len(set(trainings))
         for name in ("exact", "right", "before_error"):
-            line |= estimate(name, list(_by_unit(members, name).values()), units=problems, shares=True)
+            line |= estimate(name, list(_by_problem(members, name).values()), **drawn, shares=True)
         line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
         for rival, answers in exact.items():
             name, kind = groups[rival][0]["policy"], groups[rival][0]["kind"]
-            if kind != line["kind"] or not line["budget"]:
+            if kind != line["kind"] or not line["budget"] or name not in (DENSE, against):
                 continue
-            pairs = [exact[key][p] for p in problems], [answers[p] for p in problems]
+            pairs = list(exact[key].values()), [_answer(answers, *problem) for problem in exact[key]]
             if name == DENSE:
-                line |= estimate("of dense", *pairs, units=problems)
+                line |= estimate("of dense", *pairs, **drawn)
             # the reference has no difference from itself
-            elif name == against != line["policy"] and _setting_of(groups[rival][0]) == _setting_of(line):
-                line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], units=problems)
+            elif name != line["policy"] and _setting_of(groups[rival][0]) == _setting_of(line):
+                line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], **drawn)
         table.append(line)
     return table
 
 
-def _by_unit(records: list[dict], name: str) -> dict[int, float]:
-    """Return the mean of a measure over the records of each unit."""
-    values_of_unit: dict[int, list[float]] = {}
+def _by_problem(records: list[dict], name: str) -> dict[tuple, float]:
+    """Return the mean of a measure over the records of each problem and training, in this order."""
+    values: dict[tuple, list[float]] = {}
     for record in records:
         # samples of one problem are not independent
-        values_of_unit.setdefault(record["unit"], []).append(float(record[name]))
-    return {unit: _mean(values) for unit, values in values_of_unit.items()}
+        values.setdefault((record["unit"], record.get("training", 0)), []).append(float(record[name]))
+    return {problem: _mean(of_problem) for problem, of_problem in values.items()}
+
+
+def _answer(answers: dict[tuple, float], unit: int | str, training: int) -> float:
+    """Return a rival's value of a problem, by the training with the same number, or by its only one."""
+    return answers[unit, training if (unit, training) in answers else 0]
 
 
 def _nats(line: dict, members: list[dict], records: list[dict], against: str | None) -> dict:

@@ -131,6 +131,84 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
         assert {out for action, out in ran if action == "distill"} <= {name, f"{name}-shares-2"}
 
 
+def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reasoner, small):
+    """Shares are those of the first seed, and are not measured again."""
+    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=3)
+    comparison.prepare_calibration()
+    for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
+        last = f"{name}-shares-2" if unit == "head" else name
+        for trained in (name, last):
+            folder = comparison.calibrations / f"{trained}-2"
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
+        comparison._calibration = lambda *_: iter(())
+        commands = [list(map(str, command)) for command in comparison._trainings(name, [], 2)]
+        repeated = [command for command in commands if "-seed-" in command[command.index("--out") + 1]]
+        seeds = [command[command.index("--seed") + 1] for command in repeated if command[1] == "distill"]
+        assert seeds == ["1", "2"]
+        for command in repeated:
+            out = Path(command[command.index("--out") + 1])
+            if command[1] == "distill":
+                assert out.name in {f"{last}-seed-1", f"{last}-seed-2"}
+                assert ("--shares" in command) == (unit == "head")
+            elif "--calibration" in command:
+                assert command[command.index("--calibration") + 1] == str(comparison.calibrations / f"{last}-2")
+                assert out.name.startswith(f"shares-2-{last}-seed-")
+        assert len(repeated) == (6 if unit == "head" else 4)
+
+
+def test_trainings_are_summarised_together_and_each(tmp_path, monkeypatch):
+    monkeypatch.setattr(compare, "COMPRESSIONS", {8: (8,)})
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    base = {"length": 1200, "right": 1.0, "answered": True, "written": 9, "kind": "programs", "before_error": 1.0}
+    dense = [base | {"policy": "dense", "allocated": 6, "unit": unit, "exact": True} for unit in range(8)]
+    setting = {"policy": "scorer", "budget": 125, "equal": "k", "window": 8, "topk": 99, "allocated": 2}
+    for stem, right in (("kvpop", 8), ("kvpop-seed-1", 4), ("shares-8-kvpop", 8), ("shares-8-kvpop-seed-1", 6)):
+        lines = [*dense, *(base | setting | {"unit": unit, "exact": unit < right} for unit in range(8))]
+        (comparison.records / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison.report("kvpop")
+    lines = {line["policy"]: line for line in table_of(tmp_path)}
+    assert {name: line["exact"][:5] for name, line in lines.items()} == {
+        "dense": "1.000",
+        "kvpop": "0.750",
+        "kvpop, shares": "0.875",
+    }
+    assert [lines[name]["trainings"] for name in lines] == ["", "2", "2"] and lines["kvpop"]["problems"] == "8"
+    text = (tmp_path / "summary.md").read_text()
+    _, together, apart = text.split("Exact answers")[0], *text.split("Exact answers of each training")
+    assert "| kvpop | k |  | 3.00 |" in together and "| dense |  | 1.00 |" in together
+    rows = [
+        [cell.strip().split(" (")[0] for cell in line.split("|")[1:-1]] for line in apart.splitlines() if "seed" in line
+    ]
+    assert sorted([row[0], row[-1]] for row in rows) == [
+        ["kvpop, seed 0", "1.00"],
+        ["kvpop, seed 1", "0.50"],
+        ["kvpop, shares, seed 0", "1.00"],
+        ["kvpop, shares, seed 1", "0.75"],
+    ]
+
+
+def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(compare, "_run", lambda command: ran.append(list(map(str, command))))
+    test = {"size": 45, "samples": 16, "temperature": 0.8}
+    comparison = compare.Comparison(
+        tmp_path, tmp_path, True, ["programs"], 8, 1, size=30, untrained=("h2o",), test=test
+    )
+    comparison._solve({comparison.records / "h2o.jsonl": ["--policies", "h2o"]}, 8)
+    (path,) = (Path(command[command.index("--out") + 1]) for command in ran)
+    assert path == tmp_path / "records-size-45-samples-16-temperature-0.8" / "h2o.jsonl"
+    assert "--size 45 --seed 0 --samples 16 --temperature 0.8" in " ".join(ran[0])
+    with pytest.raises(FileNotFoundError):  # nothing was written
+        comparison.choose_windows()
+    for command in ran[1:]:
+        assert "--size 30" in " ".join(command) and "--samples" not in command and "--split" in command
+    options = OPTIONS | {"rows": 8, "size": 45, "samples": 16, "temperature": 0.5}
+    path.write_text(json.dumps({"run": {"options": options}}) + "\n")
+    with pytest.raises(SystemExit, match="h2o.jsonl has temperature 0.5, not 0.8: name another folder"):
+        comparison._solve({path: []}, 8)
+
+
 def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 2)
     comparison.cells = {Path("a"): "distill", Path("b"): "eval", Path("c"): "eval"}
@@ -145,7 +223,10 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
     for window in compare.WINDOWS:
-        lines = [{"run": {"options": OPTIONS | {"rows": 16}}}, {"policy": "dense", "before_error": 1.0}]
+        lines = [
+            {"run": {"options": OPTIONS | {"rows": 16, "split": "validation"}}},
+            {"policy": "dense", "before_error": 1.0},
+        ]
         for (name, c), equal, x in product(best, ("k", "bytes"), (0.1, 0.3)):
             good = x + (window == best[name, c]) / 4
             if (name, c, window) == ("tova", 8, 64):  # good at equal k, and not possible at equal bytes
@@ -153,7 +234,7 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
                 if equal == "bytes":
                     continue
             lines.append({"policy": name, "budget": {4: 260, 8: 130}[c], "equal": equal, "before_error": good})
-        path = comparison.records / f"windows-{window}-h2o.jsonl"
+        path = comparison.windows / f"{window}-h2o.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert comparison.choose_windows() == best
 

@@ -76,3 +76,22 @@ def test_fields_of_a_line_have_an_interval_from_eight_units_on():
     everything = bootstrap_ratio(values)
     assert estimate("x", values, units=range(9)) == {"x": 4.0, "x interval": (everything.low, everything.high)}
     assert estimate("x", values, units=[0, 1, 2, 3, 4, 5, 6, 6, 6]) == {"x": 4.0}
+
+
+def test_trainings_are_drawn_apart_from_problems():
+    """The variance of a draw's mean is that of the means of trainings, of problems, and of their rest."""
+    trainings, problems = 5, 40
+    draw = np.random.default_rng(3)
+    values = (
+        draw.normal(size=(trainings, 1))
+        + 0.5 * draw.normal(size=problems)
+        + 0.1 * draw.normal(size=(trainings, problems))
+    )
+    rows = {"units": np.tile(np.arange(problems), trainings), "trainings": np.repeat(np.arange(trainings), problems)}
+    of_trainings = bootstrap_ratio(values.ravel(), **rows)
+    of_problems = bootstrap_ratio(values.ravel(), units=rows["units"])
+    assert of_trainings.value == pytest.approx(values.mean()) and of_problems.value == of_trainings.value
+    spread = np.sqrt(values.mean(1).var() / trainings + values.mean(0).var() / problems)
+    assert of_trainings.high - of_trainings.low == pytest.approx(2 * 1.96 * spread, rel=0.1)
+    assert of_trainings.high - of_trainings.low > 3 * (of_problems.high - of_problems.low)
+    assert bootstrap_ratio(values[0], trainings=["one"] * problems) == bootstrap_ratio(values[0])
