@@ -84,7 +84,7 @@ MEASURES = {
 }
 """Measures of the summary."""
 
-COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
+COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
 BUDGETS = "--window 24 --topk 244 108 154 108 192"
 """Budgets of 1/4, 1/8 (twice), 1/6 and 1/5 of a worked solution, which problems take in turn."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
