@@ -1,6 +1,7 @@
 """Hooks and fixtures for all tests."""
 
 import csv
+import hashlib
 import os
 import time
 from pathlib import Path
@@ -85,15 +86,28 @@ On another machine tests take other times, but as much longer than one another.
 """
 SLOW_SECONDS = 1.5
 """Least seconds of a test that `make test` leaves out, unless it is of :data:`QUICK`."""
+INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+"""True in a process in which Triton's kernels run in its interpreter, where all tests are slow."""
 QUICK = "imports"
 """Folder of the tests of documents, names and layers, which are never slow by their seconds."""
 NIGHTLY = {
-    "stress/test_soak.py": ["test_a_minute_of_load"],
-    "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-2"],
+    "bench/test_benchmarks.py": ["test_one_round_of_real_engines"],
+    "calibrate/test_serving.py": ["test_the_printed_command_serves"],
+    "compaction/test_example.py": ["test_from_a_text_to_an_answer"],
+    "compaction/test_shipped_compactor.py": ["test_passages_are_found_again"],
+    "distill/test_demo_script.py": ["test_a_minute_of_it"],
+    "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-"],
+    "distill/test_stream.py": ["test_two_processes_go_on_with_the_stream_of_one"],
+    "distill/test_trainer_processes.py": [
+        "test_another_number_of_processes_goes_on",
+        "test_two_processes_equal_one_in_bfloat16",
+        "test_a_kill_changes_nothing[base",
+        "to_stop_saves_its_step[frozen",
+    ],
     "engine/test_cuda.py": ["[nightly"],
     "engine/test_cuda_late.py": ["[rkv, pyramid", "[triattention-"],
     "engine/test_draft_models.py": ["test_a_chat_goes_on", "test_chunks_and_preemption"],
-    "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2"],
+    "engine/test_executors.py": ["[h2o", "[streaming-llm", "[kvpop-options2", "test_two_data_parallel_engines"],
     "engine/test_first_tokens.py": ["[vase", "[random", "[h2o-pyramid"],
     "engine/test_kinds.py": ["qwen3_5_text-kvpop", "qwen3_5_text-h2o"],
     "engine/test_kinds_policies.py": ["[gemma4_text-"],
@@ -116,17 +130,23 @@ NIGHTLY = {
         "[dms-query",
     ],
     "engine/test_traffic.py": ["[h2o]", "[snapkv]", "[momentkv]", "[vase]"],
+    "evaluation/test_reasoner_comparison.py": ["test_from_a_reasoner_to_a_table"],
     "kernels/test_sanitizers.py": ["test_make_sanitize"],
+    "kernels/test_triton_interpreted.py": ["[nightly"],
     "server/test_published_server.py": ["[two API servers]"],
     "server/test_several_servers.py": [
         "[two API servers]",
         "[two engines]",
         "test_an_engine_of_another_node",
+        "test_an_engine_without_the_policy",
         "test_nodes_with_engines_and_api_servers_of_their_own",
     ],
     "server/test_wheel_installed.py": ["test_an_installed_wheel_serves"],
+    "stress/test_soak.py": ["test_a_minute_of_load"],
 }
 """Parts of the names of tests that `make test-all` leaves out: minutes, and others make most of their claims."""
+FUNCTION_SECONDS = 5
+"""Most seconds of a function's slow parameter sets that `make test-all` runs, at least one set. Which ones their names draw."""
 
 
 def pytest_addoption(parser):
@@ -182,12 +202,35 @@ def pytest_collection_modifyitems(items):
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         nightly, slow = (any(part in item.name for part in table.get(_module(item), ())) for table in (NIGHTLY, SLOW))
+        slow |= INTERPRETED
         if not _module(item).startswith(QUICK):
             slow |= seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), 0) >= SLOW_SECONDS
         if nightly:
             item.add_marker("nightly")
         if nightly or slow or any(isinstance(value, str) and value in slower for value in parameters):
             item.add_marker("slow")
+    _leave_to_the_night(items, seconds)
+
+
+def _leave_to_the_night(items: list[pytest.Item], seconds: dict[str, float]) -> None:
+    """Mark as nightly what of a function's slow parameter sets takes more than :data:`FUNCTION_SECONDS` together.
+
+    Sets without a record take half of :data:`SLOW_SECONDS`, or in Triton's interpreter twice of it.
+    """
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("slow") and not item.get_closest_marker("nightly"):
+            sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for of_function in sets.values():
+        spent = 0.0
+        # hashes draw the same sets in every process, and other sets than the first ones
+        for item in sorted(of_function, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
+            unrecorded = SLOW_SECONDS * (2 if INTERPRETED else 0.5)
+            taken = seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), unrecorded)
+            if spent and spent + taken > FUNCTION_SECONDS:
+                item.add_marker("nightly")
+            else:
+                spent += taken
 
 
 def pytest_runtest_setup(item):

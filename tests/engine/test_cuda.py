@@ -20,7 +20,8 @@ def test_in_a_process_with_a_gpu_that_is_not_there(marks, fewest):
     files = sorted(map(str, Path(__file__).parent.glob("test_cuda_*.py")))
     options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "engine.cuda_platform", "-m", marks]
     paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    variables = {"KVPOP_PRETEND_CUDA": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    variables = {"KVPOP_PRETEND_CUDA": "1", "TRITON_INTERPRET": "1", "KVPOP_SLOW_UNTIL": "inf"}
+    variables["PYTHONPATH"] = os.pathsep.join(paths)
     command = [sys.executable, "-m", "pytest", *options, *files]
     outcome = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
