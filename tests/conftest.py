@@ -86,7 +86,7 @@ On another machine tests take other times, but as much longer than one another.
 """
 SLOW_SECONDS = 1.5
 """Least seconds of a test that `make test` leaves out, unless it is of :data:`QUICK`."""
-INTERPRETED = bool(os.environ.get("TRITON_INTERPRET"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """True in a process in which Triton's kernels run in its interpreter, where all tests are slow."""
 QUICK = "imports"
 """Folder of the tests of documents, names and layers, which are never slow by their seconds."""
@@ -215,22 +215,23 @@ def pytest_collection_modifyitems(items):
 def _leave_to_the_night(items: list[pytest.Item], seconds: dict[str, float]) -> None:
     """Mark as nightly what of a function's slow parameter sets takes more than :data:`FUNCTION_SECONDS` together.
 
-    Sets without a record take half of :data:`SLOW_SECONDS`, or in Triton's interpreter twice of it.
+    Sets without a record take half of :data:`SLOW_SECONDS`, or in Triton's interpreter all.
     """
     sets: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("nightly"):
             sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_function in sets.values():
-        spent = 0.0
-        # hashes draw the same sets in every process, and other sets than the first ones
-        for item in sorted(of_function, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
-            unrecorded = SLOW_SECONDS * (2 if INTERPRETED else 0.5)
-            taken = seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), unrecorded)
-            if spent and spent + taken > FUNCTION_SECONDS:
+        total = 0.0
+        # hashes draw the same sets in every process, and functions of a module draw sets of the same fixtures
+        for item in sorted(of_function, key=lambda item: hashlib.sha256(item.name.partition("[")[2].encode()).digest()):
+            duration = seconds.get(
+                item.nodeid.removeprefix(f"{TESTS.name}/"), SLOW_SECONDS * (1 if INTERPRETED else 0.5)
+            )
+            if total and total + duration > FUNCTION_SECONDS:
                 item.add_marker("nightly")
             else:
-                spent += taken
+                total += duration
 
 
 def pytest_runtest_setup(item):

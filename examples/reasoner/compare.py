@@ -34,7 +34,7 @@ from statistics import fmean
 
 from write_problems import problems_text
 
-from kvpop_vllm.argument_types import positive
+from kvpop_vllm.argument_types import positive, temperature
 from kvpop_vllm.calibrate.command import options_of
 from kvpop_vllm.calibrate.plan import Plan
 from kvpop_vllm.calibrate.records import differing
@@ -43,11 +43,12 @@ from kvpop_vllm.cli import make_parser
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import markdown_table, read_records
-from kvpop_vllm.evaluation.problems import KINDS
+from kvpop_vllm.evaluation.problems import KINDS, make_problem
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
 from kvpop_vllm.files import write_whole
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
 
 HERE = Path(__file__).parent
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
@@ -170,7 +171,8 @@ class Comparison:
         self.suffix = "".join(f"-{name}-{value:g}" for name, value in self.test.items())
         self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
-        self.windows = folder / "windows"
+        # windows are chosen once, whatever the test problems are
+        self.windows = folder / "records"
         for records in (self.records, self.windows):
             records.mkdir(parents=True, exist_ok=True)
 
@@ -268,11 +270,7 @@ class Comparison:
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
         names = list(names)
-        variants = [
-            name
-            for base in names
-            for name in (base, *self._with_trained_shares(base), *self._with_other_seeds(self._last_of(base)))
-        ]
+        variants = [name for base in names for name in (base, *self._with_trained_shares(base))]
         if any(not self._has(self.records / f"{name}.jsonl", self.rows) for name in variants):
             self._prepare()
         for name in variants:
@@ -282,10 +280,6 @@ class Comparison:
     def _with_trained_shares(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with shares; gates have none."""
         return [] if gates_only(name) or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
-
-    def _last_of(self, name: str) -> str:
-        """Return the name under which a policy is trained last with the first seed."""
-        return [name, *self._with_trained_shares(name)][-1]
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
@@ -309,28 +303,31 @@ class Comparison:
                     self.cells[file] = action
 
     def _trainings(self, name: str, common: list, steps: int) -> Iterator[list]:
-        """Yield the commands of a trained policy, of the same one trained with the shares that were found, and of other seeds.
+        """Yield the commands of a trained policy, then those of the same one trained with the shares that were found.
 
-        Where no shares were better than equal ones there is nothing to train with.
+        Where no shares were better than equal ones there is nothing to train with. What was trained last is trained with
+        other seeds.
         """
         yield from self._steps_of(name, common, steps)
-        last, options = name, common
+        final, options = name, common
         for variant, c in zip(self._with_trained_shares(name), self.shares, strict=False):
             source = self.calibrations / f"{name}-{c}"
             if json.loads((source / NAME).read_text())["unit"] == UNITS[0]:
                 for out in [out for out in list(self.cells) if variant in str(out)]:
                     self.cells.pop(out, None)
             else:
-                last, options = variant, [*common, "--shares", source]
-                yield from self._steps_of(last, options, steps)
-        for repeated in self._with_other_seeds(last):
+                final, options = variant, [*common, "--shares", source]
+                yield from self._steps_of(final, options, steps)
+        for repeated in self._with_other_seeds(final):
+            self._expect(repeated)
             yield from self._steps_of(repeated, options, steps)
 
     def _steps_of(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy: training, and what follows from it."""
         out, words = self.folder / name, self._contender(name)
         steps = 0 if self._has(self.records / f"{name}.jsonl", self.rows) else steps
-        if steps:
+        # a training that has ended would be exported again, without the shares that were found for it
+        if steps and not ((out / CONFIG_NAME).exists() and (out / "run" / f"step-{steps}").exists()):
             yield ["kvpop", "distill", *common, *training_options(name), "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
         for compression in CALIBRATED if name == first_training(name) else ():
@@ -345,7 +342,7 @@ class Comparison:
 
         It is one that is possible at equal bytes too.
         """
-        outs = {(names, w): self.windows / f"{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
+        outs = {(names, w): self.windows / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
         compressions = ["--share", *COMPRESSIONS]
         self._solve(
             {out: [*self._untrained(names, w), *compressions] for (names, w), out in outs.items()},
@@ -385,14 +382,15 @@ class Comparison:
         curves = curves_of(summarise_reasoning(pooled, against))
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
         tables = [f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items()]
-        if apart := [
+        repeated = {record["policy"] for record in pooled if record.get("training")}
+        of_seeds = [
             record | {"policy": f"{record['policy']}, seed {record['training']}", "training": 0}
             for record in pooled
-            if record["policy"] in {line["policy"] for line in pooled if line.get("training")}
-        ]:
-            tables.append(
-                f"Exact answers of each training:\n\n{summary(curves_of(summarise_reasoning(apart)), 'exact')}"
-            )
+            if record["policy"] in repeated
+        ]
+        if of_seeds:
+            curves_of_seeds = curves_of(summarise_reasoning(of_seeds))
+            tables.append(f"Exact answers of each training:\n\n{summary(curves_of_seeds, 'exact')}")
         summaries.write_text("\n".join(tables))
         write_answers(answers, curves)
         print(f"{self.folder} holds {summaries.name}, {table.name}, {answers.name}")
@@ -401,6 +399,8 @@ class Comparison:
         """Return the records of the test problems; a trained policy has its name here."""
         records, dense = [], set()
         for path in sorted(self.records.glob("*.jsonl")):
+            if path.name.startswith("windows-"):
+                continue
             shares = SHARES.fullmatch(path.stem)
             trained = VARIANT.fullmatch(shares[1] if shares else path.stem)
             is_trained = trained["policy"] in TRAINED
@@ -541,9 +541,9 @@ def curves_of(table: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
     for line in table:
         key = line["policy"], line["equal"] or ""
         curves.setdefault(key, {})[compression.get(line["budget"], 1)] = line
-    for curve in curves.values():
-        for line in curve.values():
-            line["fewer bytes"] = max(line["MiB"] for line in table) / line["MiB"]
+    dense = next((line["MiB"] for line in table if line["policy"] == DENSE), None)
+    for line in table if dense else ():
+        line["fewer bytes"] = dense / line["MiB"]
     return curves
 
 
@@ -593,7 +593,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
     parser.add_argument("--test-size", type=positive, help="steps of a test problem (default: --size)")
     parser.add_argument("--samples", type=positive, help="solutions of each test problem (default: 1)")
-    parser.add_argument("--temperature", type=float, help="of sampling test solutions (default: 0, greedy)")
+    parser.add_argument("--temperature", type=temperature, help="of sampling test solutions (default: 0, greedy)")
     parser.add_argument("--trainings", type=positive, default=1, help="seeds that each policy is trained with")
     parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
@@ -615,6 +615,13 @@ def main(words: list[str] | None = None) -> None:
     options = parser.parse_args(words)
     if options.train_shares and not options.protect_prompt:
         parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")
+    if (options.samples or 1) > 1 and not options.temperature:
+        parser.error("--samples needs --temperature: greedy decoding gives equal solutions")
+    try:
+        for kind in options.kinds:
+            make_problem(kind, 0, options.test_size)
+    except ConfigError as error:
+        parser.error(f"--test-size: {error}")
     problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
     test = {"size": options.test_size, "samples": options.samples, "temperature": options.temperature}
     comparison = Comparison(

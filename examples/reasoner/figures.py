@@ -6,17 +6,19 @@
 reads the policies that the first command has trained, runs them on validation problems at one budget, and writes into
 runs/figures a figure for each, and figures.md with the numbers:
 
-- figure-5.png: accuracy of the next token on held-out problems over the steps of training, with delayed scores and with
-  immediate ones;
+- figure-5.png: accuracy of the next token on eight held-out problems over the steps of training, with delayed scores and
+  with immediate ones;
 - figure-6.png: share of heads that hold a word at the end of a solution, by layer and class of word, and of the last 112
   words that could have been evicted;
-- figure-7.png: recall of the teacher's retained tokens, by layer and head;
-- figure-8.png: share of tokens that each head has evicted under DMS, median over problems;
+- figure-7.png: recall of the teacher's retained tokens, by layer and head. Prompts are evicted too there, in which the
+  policy was not trained;
+- figure-8.png: share of tokens that each head has evicted under DMS, median over problems, where its gates alone decide;
 - targets from log-normalisers of the sparse pass and from exact ones: their rank correlation, and how many of the
   long-range tokens they have in common.
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm.argument_types import positive
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sparse_attention import Pass, Sparse, dense_attention
 from kvpop_vllm.distill.targets import retention_target
@@ -37,9 +40,10 @@ from kvpop_vllm.evaluation.problems import KINDS, SEEDS, make_problem
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.files import write_figure, write_whole
 from kvpop_vllm.model_hook import decoder_of
-from kvpop_vllm.scorers import from_tensors
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, read_scorer
+from kvpop_vllm.roles import Retention
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
 
+HERE = Path(__file__).parent
 LAST = 112
 """Words of the map of single words (KVpop Figure 6)."""
 CLASSES = {
@@ -82,21 +86,25 @@ class Trained:
     Args:
         folder: its folder.
         setting: length and budget.
+        longest: most tokens of a row.
 
     Raises:
         SystemExit: it is not trained.
     """
 
-    def __init__(self, folder: Path, setting: Setting):
+    def __init__(self, folder: Path, setting: Setting, longest: int):
         if not (folder / CONFIG_NAME).is_file():
             sys.exit(f"{folder} is not trained: run compare.py {folder.parent} --only {folder.name}")
         self.setting = setting
-        self.backend = TransformersBackend(str(folder / "model"), torch.float32, setting.length)
+        self.backend = TransformersBackend(str(folder / "model"), torch.float32, longest)
         self.spec, _ = learned(str(folder), str(folder / "model"))
-        self.config, self.tensors = read_scorer(str(folder))
 
     def resolve(self, protect: int) -> ResolvedPolicy:
-        """Return the policy at the budget, with equal shares and so many first tokens protected."""
+        """Return the policy at the budget with equal shares.
+
+        Args:
+            protect: first tokens that are never evicted.
+        """
         spec = replace(self.spec, protect=protect, allocator="uniform")
         return self.setting.resolve(spec, self.backend.shape, torch.float32)
 
@@ -107,7 +115,7 @@ class Trained:
         return everything[..., row.prompt : row.tokens.shape[0] - resolved.roles.window]
 
 
-def rows_of(kinds: Sequence[str], count: int, tokenizer, length: int, size: int | None = None) -> list[Row]:
+def rows_of(kinds: Sequence[str], count: int, tokenizer, size: int | None = None) -> list[Row]:
     """Return validation problems of a size with their solutions, as many of each kind."""
     rows = []
     for problem in (make_problem(kind, seed, size) for seed in SEEDS["validation"][:count] for kind in kinds):
@@ -115,7 +123,7 @@ def rows_of(kinds: Sequence[str], count: int, tokenizer, length: int, size: int 
             tokenizer(text)["input_ids"] for text in (problem.prompt, f"{problem.prompt} {problem.solution}")
         )
         words = tokenizer.convert_ids_to_tokens(tokens)
-        rows.append(Row(torch.tensor(tokens[:length]), len(prompt), words[:length]))
+        rows.append(Row(torch.tensor(tokens), len(prompt), words))
     return rows
 
 
@@ -127,7 +135,9 @@ def figure_5(figure, folder: Path) -> list[dict]:
         records = [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
         judged = [record for record in records if ACCURACY in record]
         if not judged:
-            sys.exit(f"{path} has no {ACCURACY}: train {name} with compare.py")
+            sys.exit(
+                f"{path} has no {ACCURACY}: remove {folder / name}, its records and calibrations, and train it again"
+            )
         steps, accuracies = zip(*((record["step"], record[ACCURACY]) for record in judged), strict=True)
         axis.plot(steps, accuracies, label="immediate scores" if name.endswith("immediate") else "delayed scores")
         lines.append({"policy": name, "step": steps[-1], "accuracy": accuracies[-1]})
@@ -148,7 +158,8 @@ def figure_6(figure, kvpop: Trained, rows: list[Row]) -> list[dict]:
             held_words[class_of(word)].append(of_layers)
     by_class = {name: torch.stack(values).mean(0) for name, values in held_words.items() if values}
     above, below = figure.subplots(2)
-    above.imshow(torch.stack(list(by_class.values())).T, aspect="auto", vmin=0, vmax=1)
+    image = above.imshow(torch.stack(list(by_class.values())).T, aspect="auto", vmin=0, vmax=1)
+    figure.colorbar(image, ax=[above, below], label="share of heads that hold a word")
     above.set(xticks=range(len(by_class)), xticklabels=list(by_class), ylabel="layer")
     words, of_heads = maps[0]
     below.imshow(of_heads, aspect="auto", vmin=0, vmax=1)
@@ -164,7 +175,7 @@ def figure_6(figure, kvpop: Trained, rows: list[Row]) -> list[dict]:
 def figure_7(figure, kvpop: Trained, rows: list[Row]) -> list[dict]:
     """Draw the recall of the teacher's retained tokens, by layer; return its mean and range over heads."""
     runs = [(kvpop.resolve(0), [kvpop.setting])]
-    tokens = [row.tokens for row in rows if len(row.tokens) == kvpop.setting.length]
+    tokens = [row.tokens for row in rows]
     records = evaluate(kvpop.backend.model, tokens, [kvpop.setting.length], runs)
     recalls = torch.tensor([record["teacher_by_layer"] for record in records if "teacher_by_layer" in record]).mean(0)
     axis = figure.subplots()
@@ -178,7 +189,7 @@ def figure_7(figure, kvpop: Trained, rows: list[Row]) -> list[dict]:
 
 def figure_8(figure, dms: Trained, rows: list[Row]) -> list[dict]:
     """Draw the share of tokens that each head has evicted at the end, median over problems."""
-    evicted = torch.stack([1 - dms.held(row).float().mean(-1) for row in rows]).median(0).values
+    evicted = torch.stack([1 - dms.held(row).float().mean(-1) for row in rows]).quantile(0.5, 0)
     axis = figure.subplots()
     figure.colorbar(axis.imshow(evicted, vmin=0, vmax=1), label="share of tokens evicted")
     axis.set(xlabel="KV head", ylabel="layer", xticks=range(evicted.shape[1]), yticks=range(len(evicted)))
@@ -191,29 +202,33 @@ def figure_8(figure, dms: Trained, rows: list[Row]) -> list[dict]:
 @torch.inference_mode()
 def sparse_targets(kvpop: Trained, rows: list[Row]) -> list[dict]:
     """Compare targets from log-normalisers of the sparse pass with exact ones (KVpop D.3), by layer."""
-    modules = [from_tensors(kvpop.config, tensors) for tensors in kvpop.tensors]
-    roles = kvpop.resolve(0).roles
+    resolved = kvpop.resolve(0)
+    heads = slice(0, resolved.model.num_kv_heads)
+    modules = [resolved.policy.module(layer, heads) for layer in range(resolved.model.num_layers)]
     agreements: dict[int, list[tuple[float, float]]] = {}
 
     def score(layer, k, v, roles):
         return modules[layer](k, v, window=roles.window), modules[layer].log_gamma()
 
-    def compare(done: Pass) -> None:
-        exact_lse = dense_attention(done.q, done.k, done.v, done.scale)[1]
-        sparse, exact = (
-            retention_target(done.q, done.k, lse, window=roles.window, scale=done.scale)[
-                0, :, roles.sinks : -roles.window
-            ]
-            for lse in (done.lse, exact_lse)
-        )
-        for near, true in zip(sparse, exact, strict=True):
-            ranks = torch.stack([values.argsort().argsort().double() for values in (near, true)])
-            chosen = [set(values.topk(roles.topk).indices.tolist()) for values in (near, true)]
-            agreement = torch.corrcoef(ranks)[0, 1].item(), len(set.intersection(*chosen)) / roles.topk
-            agreements.setdefault(done.layer, []).append(agreement)
+    def compare(observed: Pass, roles: Retention) -> None:
+        exact_lse = dense_attention(observed.q, observed.k, observed.v, observed.scale)[1]
+        options = {"window": roles.window, "scale": observed.scale, "groups": "mean"}
+        targets = [
+            retention_target(observed.q, observed.k, lse, **options)[0, :, roles.sinks : -roles.window]
+            for lse in (observed.lse, exact_lse)
+        ]
+        for of_head in zip(*targets, strict=True):
+            ranks = torch.stack([target.argsort().argsort().double() for target in of_head])
+            best = [set(target.topk(roles.topk).indices.tolist()) for target in of_head]
+            agreement = torch.corrcoef(ranks)[0, 1].item(), len(set.intersection(*best)) / roles.topk
+            agreements.setdefault(observed.layer, []).append(agreement)
 
     for row in rows:
-        decoder_of(kvpop.backend.model)(input_ids=row.tokens[None], attend=Sparse(score, roles, compare))
+        # as in training, the prompt is never evicted
+        window, topk = resolved.roles.window, resolved.roles.topk
+        roles = replace(resolved.roles, budget=row.prompt + window + topk, sinks=row.prompt)
+        attend = Sparse(score, roles, functools.partial(compare, roles=roles))
+        decoder_of(kvpop.backend.model)(input_ids=row.tokens[None], attend=attend)
     means = {layer: torch.tensor(values).mean(0).tolist() for layer, values in sorted(agreements.items())}
     return [
         {"layer": layer, "rank correlation": correlation, "tokens in common": common}
@@ -229,14 +244,19 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="folder of compare.py")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["programs", "ledgers"])
     parser.add_argument("--rows", type=positive, default=16, help="problems of each kind (default: 16)")
-    parser.add_argument("--share", type=positive, default=4, help="tokens are so many times fewer (default: 4)")
-    parser.add_argument("--length", type=positive, default=1250, help="tokens of a problem that count (default: 1250)")
+    parser.add_argument("--share", type=positive, default=4, help="a solution's tokens over the budget (default: 4)")
     parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
     options = parser.parse_args(words)
-    setting = Setting(options.length, options.length // options.share, None, None)
-    kvpop, dms = (Trained(options.folder / name, setting) for name in ("kvpop", "dms"))
-    tokenizer = load_tokenizer(options.folder / "kvpop" / "model")
-    rows = rows_of(options.kinds, options.rows, tokenizer, options.length, options.size)
+    rows = rows_of(options.kinds, options.rows, load_tokenizer(HERE / "model"), options.size)
+    length, longest = min(len(row.tokens) for row in rows), max(len(row.tokens) for row in rows)
+    budget = min(len(row.tokens) - row.prompt for row in rows) // options.share
+    try:
+        kvpop = Trained(options.folder / "kvpop", Setting(length, budget, None, None), longest)
+        # with room for all tokens its gates alone decide
+        dms = Trained(options.folder / "dms", Setting(longest, longest, None, None), longest)
+        kvpop.resolve(0)
+    except ConfigError as error:
+        sys.exit(str(error))
     drawings: dict[str, Callable] = {
         "figure-5": lambda figure: figure_5(figure, options.folder),
         "figure-6": lambda figure: figure_6(figure, kvpop, rows),
@@ -250,8 +270,8 @@ def main(words: list[str] | None = None) -> None:
         tables[name] = draw(figure)
         write_figure(out / f"{name}.png", figure)
     tables["sparse and exact targets"] = sparse_targets(kvpop, rows)
-    parts = (f"{name}:\n\n{markdown_table(table, tuple(table[0]))}" for name, table in tables.items())
-    write_whole(out / "figures.md", "\n".join(parts))
+    sections = (f"{name}:\n\n{markdown_table(table, tuple(table[0]))}" for name, table in tables.items())
+    write_whole(out / "figures.md", "\n".join(sections))
     print(f"{out} holds figures.md and {', '.join(f'{name}.png' for name in drawings)}")
 
 

@@ -44,8 +44,9 @@ def bootstrap_ratio(
         numerators: one value per row, for example summed nats.
         denominators: as many values, for example numbers of tokens, None for ones.
         units: document or problem of each row. Rows of one unit are drawn together. None if every row is one.
-        trainings: training of each row, drawn at random too, apart from units: a row counts as often as its unit times
-            as often as its training. None if all are of one.
+        trainings: training of each row, None if all are of one. Trainings are drawn as well, apart from units. A row's
+            weight is the draws of its unit times those of its training. Few trainings give ends that are too near: of
+            three, intervals of 95% hold the mean in 70% to 85%.
         seed: seed of the draws.
     """
     if denominators is None:

@@ -84,23 +84,23 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
     exact = {key: _by_problem(members, "exact") for key, (_, members) in groups.items()}
     for key, (line, members) in groups.items():
         problems, trainings = zip(*exact[key], strict=True)
-        drawn = {"units": problems, "trainings": trainings}
+        draws = {"units": problems, "trainings": trainings}
         line |= {"problems": len(set(problems)), "samples": line.pop("rows") // len(problems)}
         if len(set(trainings)) > 1:
             line["trainings"] = len(set(trainings))
         for name in ("exact", "right", "before_error"):
-            line |= estimate(name, list(_by_problem(members, name).values()), **drawn, shares=True)
+            line |= estimate(name, list(_by_problem(members, name).values()), **draws, shares=True)
         line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
         for rival, answers in exact.items():
             name, kind = groups[rival][0]["policy"], groups[rival][0]["kind"]
             if kind != line["kind"] or not line["budget"] or name not in (DENSE, against):
                 continue
-            pairs = list(exact[key].values()), [_answer(answers, *problem) for problem in exact[key]]
+            pairs, draws = _paired(exact[key], answers)
             if name == DENSE:
-                line |= estimate("of dense", *pairs, **drawn)
+                line |= estimate("of dense", *pairs, **draws)
             # the reference has no difference from itself
             elif name != line["policy"] and _setting_of(groups[rival][0]) == _setting_of(line):
-                line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], **drawn)
+                line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], **draws)
         table.append(line)
     return table
 
@@ -114,9 +114,23 @@ def _by_problem(records: list[dict], name: str) -> dict[tuple, float]:
     return {problem: _mean(of_problem) for problem, of_problem in values.items()}
 
 
-def _answer(answers: dict[tuple, float], unit: int | str, training: int) -> float:
-    """Return a rival's value of a problem, by the training with the same number, or by its only one."""
-    return answers[unit, training if (unit, training) in answers else 0]
+def _paired(
+    answers: dict[tuple, float], reference: dict[tuple, float]
+) -> tuple[tuple[list[float], list[float]], dict[str, list]]:
+    """Return values of the same problems and trainings of a policy and of its reference, and the problems and trainings.
+
+    A side with one training has it in each of the other side's. Of several, those count that both have.
+    """
+    problems = list(dict.fromkeys(unit for unit, _ in answers))
+    trained = [sorted({training for _, training in side}) for side in (answers, reference)]
+    shorter, longer = sorted(trained, key=len)
+    numbers = longer if len(shorter) == 1 else [number for number in shorter if number in longer]
+    keys = [(unit, number) for number in numbers for unit in problems]
+    pairs = tuple(
+        [side[unit, number if len(seeds) > 1 else seeds[0]] for unit, number in keys]
+        for side, seeds in zip((answers, reference), trained, strict=True)
+    )
+    return pairs, {"units": [unit for unit, _ in keys], "trainings": [number for _, number in keys]}
 
 
 def _nats(line: dict, members: list[dict], records: list[dict], against: str | None) -> dict:

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "gpu"
-NEEDED = "benchmarks/gpu kvpop_vllm triton_kernels tests/kernels examples/reasoner/model examples/scorers".split()
+NEEDED = "benchmarks/gpu kvpop_vllm triton_kernels tests/kernels tests/engine examples/reasoner/model examples/scorers".split()
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
@@ -99,7 +99,7 @@ def test_a_part_that_overruns(rehearse):
 
 def test_a_name_that_vllm_lacks(rehearse):
     """The glue's imports are compared with the machine's vLLM, also those that nothing has run."""
-    old = "from __future__ import annotations\n"
+    old = "import functools\n"
     new = f"{old}\n\ndef moved():\n    from vllm.v1.worker.gpu.model_runner import NoSuchRunner\n"
     code, printed = rehearse("correct", file="kvpop_vllm/vllm_glue/plugin.py", old=old, new=new)
     assert "[correct] done" in printed, printed[-4000:]

@@ -84,7 +84,7 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     assert {line["problems"] for line in table} == {"8"}
     assert {line["samples"] for line in table if line["policy"].startswith("random")} == {"5"}
     summary = (tmp_path / "summary.md").read_text()
-    assert summary.count("| policy | equal | all held | 2 times less |") == 2
+    assert summary.count("| policy | equal | all held | 2 times less |") == 3
     assert all(f"| {line['policy']} | " in summary for line in table)
     assert len((tmp_path / "answers.csv").read_text().splitlines()) > len(small)
     before = len(ran)
@@ -201,12 +201,38 @@ def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monk
     assert "--size 45 --seed 0 --samples 16 --temperature 0.8" in " ".join(ran[0])
     with pytest.raises(FileNotFoundError):  # nothing was written
         comparison.choose_windows()
+    assert len(ran) == 1 + len(compare.WINDOWS)
     for command in ran[1:]:
         assert "--size 30" in " ".join(command) and "--samples" not in command and "--split" in command
     options = OPTIONS | {"rows": 8, "size": 45, "samples": 16, "temperature": 0.5}
     path.write_text(json.dumps({"run": {"options": options}}) + "\n")
     with pytest.raises(SystemExit, match="h2o.jsonl has temperature 0.5, not 0.8: name another folder"):
         comparison._solve({path: []}, 8)
+
+
+@pytest.mark.parametrize(
+    "words, line",
+    [
+        (["--samples", "16"], "--samples needs --temperature"),
+        (["--temperature", "-1"], "a finite number of at least 0"),
+        (["--test-size", "500"], "--test-size: a problem of kind 'programs' has 1 to"),
+    ],
+)
+def test_options_of_test_problems_are_judged_before_anything_is_trained(tmp_path, capsys, words, line):
+    with pytest.raises(SystemExit):
+        compare.main([str(tmp_path / "runs"), "--kinds", "programs", *words])
+    assert line in capsys.readouterr().err and not (tmp_path / "runs").exists()
+
+
+def test_what_is_trained_is_not_exported_again(tmp_path, small):
+    """Its config has the shares that were found for it."""
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
+    comparison._calibration = lambda *_: iter(())
+    (tmp_path / "kvpop" / "run" / "step-9").mkdir(parents=True)
+    for text, actions in ((None, ["distill", "eval"]), ("{}", ["eval"])):
+        if text:
+            (tmp_path / "kvpop" / compare.CONFIG_NAME).write_text(text)
+        assert [command[1] for command in comparison._steps_of("kvpop", [], 9)] == actions
 
 
 def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
@@ -234,7 +260,7 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
                 if equal == "bytes":
                     continue
             lines.append({"policy": name, "budget": {4: 260, 8: 130}[c], "equal": equal, "before_error": good})
-        path = comparison.windows / f"{window}-h2o.jsonl"
+        path = comparison.windows / f"windows-{window}-h2o.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert comparison.choose_windows() == best
 

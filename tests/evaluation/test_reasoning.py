@@ -112,3 +112,25 @@ def test_bad_questions_are_refused(tokenizer):
     deaf = type("Deaf", (), {"decode": lambda *_: "", "__call__": lambda *_, **__: {"input_ids": [1]}})()
     with pytest.raises(ConfigError, match="cannot write the solutions"):
         make_questions(deaf, ["programs"], 2, "test")
+
+
+def test_trainings_of_a_reference_are_paired_with_the_line():
+    """The difference is that of the means, whichever of both has several trainings."""
+    draw, records = random.Random(5), []
+    chances = {("kvpop", 0): 0.9, ("kvpop", 1): 0.2, ("kvpop", 2): 0.3, ("h2o", 0): 0.5, ("dense", 0): 1.0}
+    for (name, training), chance in chances.items():
+        for problem in range(24):
+            record = dict.fromkeys(MEASURES, 0.5) | {
+                "kind": "programs",
+                "unit": problem,
+                "exact": draw.random() < chance,
+            }
+            record |= {"length": 900, "policy": name, "allocated": 2**20, "training": training}
+            records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k"}))
+    for against, policy in (("kvpop", "h2o"), ("h2o", "kvpop")):
+        lines = {line["policy"]: line for line in summarise_reasoning(records, against)}
+        assert lines[policy]["difference"] == pytest.approx(lines[policy]["exact"] - lines[against]["exact"])
+        low, high = lines[policy]["difference interval"]
+        assert low < 0 < high and high - low > 0.4, "trainings differ more than the policies"
+        assert lines["kvpop"]["of dense"] == pytest.approx(lines["kvpop"]["exact"])
+        assert lines["kvpop"]["trainings"] == 3 and "trainings" not in lines["h2o"]

@@ -109,6 +109,7 @@ def test_a_killed_process(tmp_path):
     """The tokens sent until then are those of each request alone, and a new server gives the bits of the old one."""
     model = str(write_model(tmp_path / "model", layers=LAYERS, max_position=LENGTH))
     canary = {"model": model, "prompt": random_prompt(150, seed=1), "max_tokens": 40, "temperature": 0, "logprobs": 3}
+    canary["return_tokens_as_token_ids"] = True
     with Server(model, *OPTIONS) as server:
         first = soak.ask({"url": server.url}, canary)
         streams = killed_amid_streams(server, model, "VLLM::EngineCore")
