@@ -43,12 +43,14 @@ class Evaluated(NamedTuple):
 
 
 def evaluated(kvpop, words) -> Evaluated:
-    """Run `kvpop eval` in float32 on all documents."""
+    """Run `kvpop eval` in float32 on all documents. Records are in ``records.jsonl``, or in the last ``--out=``."""
     common = "eval --model=qwen3 --dtype=float32 --out=records.jsonl".split()
     split = [] if "--split" in words else ["--split=all"]
-    status, output, errors = kvpop(*common, *split, *words.split())
+    options = [*common, *split, *words.split()]
+    status, output, errors = kvpop(*options)
     assert status in (0, None), errors
-    about, records = read_records("records.jsonl")
+    outs = [option.removeprefix("--out=") for option in options if option.startswith("--out=")]
+    about, records = read_records(outs[-1])
     return Evaluated(output, records, about, errors)
 
 
