@@ -215,7 +215,7 @@ def pytest_collection_modifyitems(items):
 def _leave_to_the_night(items: list[pytest.Item], seconds: dict[str, float]) -> None:
     """Mark as nightly what of a function's slow parameter sets takes more than :data:`FUNCTION_SECONDS` together.
 
-    Sets without a record take half of :data:`SLOW_SECONDS`, or in Triton's interpreter all.
+    Sets without a record take half of :data:`SLOW_SECONDS`, or in Triton's interpreter twice of it, so that one runs there.
     """
     sets: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -223,11 +223,10 @@ def _leave_to_the_night(items: list[pytest.Item], seconds: dict[str, float]) -> 
             sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for of_function in sets.values():
         total = 0.0
-        # hashes draw the same sets in every process, and functions of a module draw sets of the same fixtures
-        for item in sorted(of_function, key=lambda item: hashlib.sha256(item.name.partition("[")[2].encode()).digest()):
-            duration = seconds.get(
-                item.nodeid.removeprefix(f"{TESTS.name}/"), SLOW_SECONDS * (1 if INTERPRETED else 0.5)
-            )
+        # hashes draw the same sets in every process, and other sets than the first ones
+        for item in sorted(of_function, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest()):
+            unrecorded = SLOW_SECONDS * (2 if INTERPRETED else 0.5)
+            duration = seconds.get(item.nodeid.removeprefix(f"{TESTS.name}/"), unrecorded)
             if total and total + duration > FUNCTION_SECONDS:
                 item.add_marker("nightly")
             else:
