@@ -96,7 +96,12 @@ NIGHTLY = {
     "compaction/test_example.py": ["test_from_a_text_to_an_answer"],
     "compaction/test_shipped_compactor.py": ["test_passages_are_found_again"],
     "distill/test_demo_script.py": ["test_a_minute_of_it"],
-    "distill/test_memory.py": ["[4B-8-True", "[8B-1-False", "[8B-8-True-"],
+    "distill/test_memory.py": [
+        "[4B-8-True",
+        "[8B-1-False",
+        "[8B-8-True-",
+        "'listwise': 1.0}]",  # fails after some other tests of its process (log of 2026-11-29)
+    ],
     "distill/test_stream.py": ["test_two_processes_go_on_with_the_stream_of_one"],
     "distill/test_trainer_processes.py": [
         "test_another_number_of_processes_goes_on",
