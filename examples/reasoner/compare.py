@@ -259,7 +259,8 @@ class Comparison:
             if not path.exists() or json.loads(path.read_text())["unit"] == UNITS[0]:
                 self.cells.pop(out, None)
             elif not self._has(out, self.rows):
-                yield self._evaluation(out, [*words, "--calibration", folder, "--share", *used, "--rows", self.rows])
+                shares = ["--calibration", folder, "--share", *used, "--rows", self.rows, "--no-dense"]
+                yield self._evaluation(out, [*words, *shares])
 
     def _shared(self, name: str, compression: int) -> Path:
         """Return the file of the records of a policy with the shares that were found at a compression."""
@@ -334,7 +335,8 @@ class Comparison:
             yield from self._calibration(name, compression, [words[1], *decides])
         if steps:
             equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-            yield self._evaluation(self.records / f"{name}.jsonl", [*words, *equal])
+            teacher = [] if words[1] == self.model else ["--teacher", self.model]
+            yield self._evaluation(self.records / f"{name}.jsonl", [*words, *teacher, *equal])
         yield from self._with_shares(name, words)
 
     def choose_windows(self) -> dict[tuple[str, int], int]:
@@ -343,7 +345,7 @@ class Comparison:
         It is one that is possible at equal bytes too.
         """
         outs = {(names, w): self.windows / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
-        compressions = ["--share", *COMPRESSIONS]
+        compressions = ["--share", *COMPRESSIONS, "--no-dense"]
         self._solve(
             {out: [*self._untrained(names, w), *compressions] for (names, w), out in outs.items()},
             16,
@@ -464,13 +466,13 @@ class Comparison:
         return True
 
     def _contender(self, name: str) -> list:
-        out, options, model, teacher = self.folder / name, training_options(name), self.model, []
-        if "--train-base" in options:
-            model, teacher = out / "model", ["--teacher", self.model]
+        """Return the options that name a trained policy and its model, which comes second."""
+        out, options = self.folder / name, training_options(name)
+        model = out / "model" if "--train-base" in options else self.model
         if "streaming-plus" in options:
             window = options[options.index("--window") + 1]
-            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", window]
-        return ["--model", model, *teacher, "--policies", "--scorer", out]
+            return ["--model", model, "--policies", "streaming-llm", "--window", window]
+        return ["--model", model, "--policies", "--scorer", out]
 
     def _solve(self, calls: dict[Path, list], rows: int, problems: dict | None = None) -> None:
         """Run evaluations whose records are not there yet. See :meth:`_has`."""

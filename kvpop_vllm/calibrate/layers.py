@@ -10,6 +10,7 @@ run again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +39,7 @@ class RowReplay:
 
     Attributes:
         attended: queries, keys and values of each layer with full attention.
+        outputs: attention of each of these layers for the last queries, ``[1, Hq, Q, D]``.
         numbers: indices in the model of these layers.
         local_keys: keys and values of each other layer that attends, by its index in the model.
         inputs: input of each layer with full attention for the last queries, ``[1, Q, E]``.
@@ -53,6 +55,7 @@ class RowReplay:
             raise ConfigError("the model's decoder has no final norm of the usual name: choose another model")
         self.layers, self.norm = decoder.layers, norm
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.outputs: list[torch.Tensor] = []
         self.numbers: list[int] = []
         self.local_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[torch.Tensor] = []
@@ -73,9 +76,10 @@ class RowReplay:
         options = {name: self._last(value) for name, value in named.items() if name not in ("hidden_states", "attend")}
         self.arguments.append(options)
 
-    def note_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Note what the running layer, one with full attention, attends to, and a copy of its input for the last queries."""
+    def note_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+        """Note what the running layer, one with full attention, attends to, and its input and output for the last queries."""
         self.attended.append((q, k, v))
+        self.outputs.append(out[:, :, -self.queries :].clone())
         # _note() has counted the running layer
         self.numbers.append(len(self.arguments) - 1)
         self.inputs.append(self._last(self._input).clone())
@@ -156,8 +160,9 @@ class _Reading:
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of a layer. See :class:`kvpop_vllm.model_hook.Attend`."""
-        self.row.note_attention(q, k, v)
-        return Dense()(layer, q, k, v, scale)
+        out = Dense()(layer, q, k, v, scale)
+        self.row.note_attention(q, k, v, out)
+        return out
 
     def local(self, layer, q, k, v, scale, kind, size):
         """Return the attention of a layer with windows or chunks. See :class:`kvpop_vllm.model_hook.Attend`."""
@@ -244,16 +249,14 @@ class Shrunk(Again):
     def __call__(self, layer, q, k, v, scale):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group, outs = q.shape[1] // k.shape[1], []
-        # heads that do not shrink see the whole row
-        shrink_all = all(head is None for head, _ in self.chosen)
-        dense = None if shrink_all else Windowed(0)(self.row, layer, self.row.length, scale)
         # once for each size, whatever heads have it
         by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
         for head, size in self.chosen:
             out = by_size[size]
             if head is not None:
                 heads = slice(head * group, (head + 1) * group)
-                out = dense.clone()
+                # heads that do not shrink see the whole row
+                out = self.row.outputs[layer].clone()
                 out[:, heads] = by_size[size][:, heads]
             outs.append(out)
         return torch.cat(outs)
@@ -305,6 +308,8 @@ def head_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -
 
 
 def _losses(row: RowReplay, layer: int, attention: Kept, variants: list) -> list[float]:
+    # variants of one size follow each other, and may not all run at once
+    attention = lru_cache(maxsize=1)(attention)
     return [
         loss
         for part in _parts(variants, variants_at_once(row.queries, row.length))

@@ -22,6 +22,7 @@ TASKS_OF = {
     "kinds": tuple(KINDS),
     "data": ("text", "retrieval", "replay", "corpus"),
     **dict.fromkeys(("size", "requests", "samples", "temperature", "top_p"), ("reasoning",)),
+    "no_dense": ("retrieval", "reasoning"),
     "digits": ("retrieval",),
     "bucket": ("replay",),
     "against": ("text", "replay", "reasoning", "corpus"),
@@ -79,6 +80,12 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     _add_sampling(command)
     _add_methods(command)
     add("--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)")
+    add(
+        "--no-dense",
+        action="store_true",
+        default=None,
+        help="retrieval, reasoning: leave out the dense models, for examples or problems that they have answered before",
+    )
     add("--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)")
     add("--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)")
     add("--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR")
@@ -227,6 +234,8 @@ def _check_options(options) -> None:
             raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")
     if options.task != "reasoning" and not options.data:
         raise ConfigError(f"--task {options.task} needs text: give --data")
+    if options.no_dense and options.teacher:
+        raise ConfigError("--no-dense leaves out the model of --teacher: give one of them")
     if options.top_p is not None and not options.temperature:
         raise ConfigError("--top-p is about sampling, and decoding is greedy: give --temperature")
     if options.samples and options.samples > 1 and not options.temperature:

@@ -43,11 +43,16 @@ class Models(NamedTuple):
 
     Attributes:
         backend: runs the evaluated model.
-        teacher: runs the model whose predictions are the dense ones, None for the evaluated one.
+        dense: runs models without a policy, by the name of each: the evaluated one, a teacher before it, or none.
     """
 
     backend: Backend
-    teacher: Backend | None
+    dense: dict[str, Backend]
+
+    @property
+    def teacher(self) -> torch.nn.Module | None:
+        """Model whose predictions are the dense ones, None for the evaluated one."""
+        return self.dense[DENSE].model if OWN in self.dense else None
 
 
 class Task(NamedTuple):
@@ -71,10 +76,10 @@ class Task(NamedTuple):
     passes: int = 1
     about: dict = {}
 
-    def total(self, runs: Runs, lengths: list[int], teacher: bool) -> int:
-        """Return the passes of all runs and dense models at all lengths."""
+    def total(self, runs: Runs, lengths: list[int], dense: int) -> int:
+        """Return the passes of all runs and of a number of dense models at all lengths."""
         of_runs = sum(len({setting.length for setting in run_settings}) for _, run_settings in runs)
-        return len(self.units) * (len(set(lengths)) * (1 + teacher) + self.passes * of_runs)
+        return len(self.units) * (len(set(lengths)) * dense + self.passes * of_runs)
 
 
 def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
@@ -105,14 +110,15 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     runs = _runs(options, specs, settings, ModelShape.in_context(options.model, longest), dtype)
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
     task = tasks[options.task](options, against)
-    report, teacher = Report(options.report) if options.report else None, None
+    report = Report(options.report) if options.report else None
     # the file is opened before a model loads, which takes long
     with records_file(options.out) if options.out else nullcontext() as file:
-        if options.teacher is not None:
-            teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
-        models = Models(backend_class(options.model, dtype, longest, options.requests), teacher)
+        teachers = [TransformersBackend(options.teacher, dtype, longest, options.requests)] if options.teacher else []
+        backend = backend_class(options.model, dtype, longest, options.requests)
+        dense = {} if options.no_dense else dict(zip((DENSE, OWN), [*teachers, backend], strict=False))
+        models = Models(backend, dense)
         first = {"task": options.task, "backend": options.backend}
-        total = task.total(runs, options.length, teacher is not None)
+        total = task.total(runs, options.length, len(dense))
         records = collected(
             file, options, task.about, total, lambda tick: (first | row for row in task.records(models, runs, tick))
         )
@@ -228,8 +234,7 @@ def run_task(
         tick: called with the number of passes that are done.
     """
     backend, dtype = models.backend, models.backend.dtype
-    dense = [(DENSE, backend)] if models.teacher is None else [(DENSE, models.teacher), (OWN, backend)]
-    for name, model in dense:
+    for name, model in models.dense.items():
         with model.start(None) as run:
             for length in lengths:
                 about = {"length": length, "policy": name, "allocated": dense_bytes(model.shape, dtype, length)}
@@ -260,8 +265,7 @@ def _text(options, against: str | None) -> Task:
     tokens = [row.tokens for row in rows]
 
     def records(models: Models, runs: Runs, tick) -> Iterator[dict]:
-        teacher = None if models.teacher is None else models.teacher.model
-        for record in evaluate(models.backend.model, tokens, options.length, runs, teacher=teacher, tick=tick):
+        for record in evaluate(models.backend.model, tokens, options.length, runs, teacher=models.teacher, tick=tick):
             yield {"unit": units[record["row"]]} | record
 
     summarise = functools.partial(summaries.summarise_text, against=against)

@@ -324,6 +324,8 @@ REFUSED = {
     f"{EVAL} --samples 2": "--samples says nothing to --task text: leave it out, or give --task reasoning",
     f"{EVAL} --budget 80 --against h2o": "--against h2o is not compared: choose from streaming-llm, l2norm, random, or add it",
     f"{EVAL} --against h2o --task=retrieval": "--against says nothing to --task retrieval: leave it out, or give --task text",
+    f"{EVAL} --no-dense": "--no-dense says nothing to --task text: leave it out, or give --task retrieval",
+    f"{REASON} --no-dense --teacher=qwen3": "--no-dense leaves out the model of --teacher: give one of them",
     f"{EVAL} --budget 80 --teacher=absent": "absent has no config.json",
     f"{EVAL} --budget 80 --teacher=small": "--teacher small knows 200 tokens, qwen3 257: give the model that --model was trained",
     f"{EVAL} --budget 80 --teacher=spelled": "--teacher spelled has another tokenizer than qwen3: give the model that --model was trained",

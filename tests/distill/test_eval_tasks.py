@@ -100,6 +100,14 @@ def test_reasoning_from_problems_to_a_table(kvpop):
     assert Path("reasoning/figure.png").exists() and "| programs | 8 |" in Path("reasoning/table.md").read_text()
 
 
+def test_dense_models_are_left_out_on_request(kvpop):
+    """Policies answer as beside them."""
+    words = f"{REASON} --policies h2o --equal k"
+    whole, policies = (evaluated(kvpop, f"{words} {option}").records for option in ("", "--no-dense"))
+    assert {r["policy"] for r in policies} == {"h2o"}
+    assert policies == [r for r in whole if r["policy"] != "dense"]
+
+
 def test_reasoning_is_repeated_by_its_record(kvpop):
     words = f"{REASON} --policies h2o --temperature 0.7 --requests 3"
     one, other = (evaluated(kvpop, words).records for _ in "ab")
