@@ -56,9 +56,9 @@ FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "v
 COMPRESSING = ("snapkv",)
 """Policies that need no training and cannot protect prompts."""
 WINDOWS = 16, 32, 64
-COMPRESSIONS = {4: (2, 4), 8: (6, 8, 12)}
+COMPRESSIONS = {4: (2, 4), 8: (6, 8), 16: (12, 16)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
-CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,)}
+CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,), 16: (16,)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
 CALIBRATION_ROWS = 32
 """Validation problems that shares are measured on; as many others judge them."""
@@ -66,8 +66,8 @@ SHARES = re.compile(r"shares-\d+-(.*)")
 """Names of records of policies with shares, with the compression at which they were measured and the policy."""
 STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
-GATES_ONLY = "trimkv", "dms"
-"""Trained policies that have no shares."""
+WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
+"""Trained policies that have no shares: gates, and a base that nothing is evicted from."""
 VARIANT = re.compile(
     r"(?P<first>(?P<policy>.+?)(-window-(?P<window>\d+))?(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?"
 )
@@ -102,13 +102,22 @@ TRAINED = {
     "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
     "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",
     "dms": f"--recipe dms --window 24 --topk 244 --compression 4 {GATES} {BASE}",
+    "dense-longer": "--phase uptrain --lr-base 5e-4 --lr-base-end 2e-5",
 }
-"""Options of `kvpop distill` for each trained policy; streaming-plus is streaming-llm on a base trained for it."""
+"""Options of `kvpop distill` for each trained policy.
+
+streaming-plus is streaming-llm on a base trained for it. dense-longer is a base that was trained as long without eviction.
+"""
 
 
-def gates_only(name: str) -> bool:
-    """Return whether a trained policy, of any window, is a gate, which cannot have shares."""
-    return VARIANT.fullmatch(name)["policy"] in GATES_ONLY
+def takes_shares(name: str) -> bool:
+    """Return whether a trained policy, of any window, can have shares."""
+    return VARIANT.fullmatch(name)["policy"] not in WITHOUT_SHARES
+
+
+def trains_base(name: str) -> bool:
+    """Return whether the base model is trained with a policy, of any window."""
+    return bool({"--train-base", "--phase"} & {*training_options(name)})
 
 
 def training_options(name: str) -> list[str]:
@@ -211,7 +220,7 @@ class Comparison:
             SystemExit: shares that were measured with something else are there.
         """
         out = self.calibrations / f"{name}-{compression}"
-        if not self.protect or gates_only(name):
+        if not self.protect or not takes_shares(name):
             return
         tokenizer = load_tokenizer(self.model)
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
@@ -279,8 +288,8 @@ class Comparison:
         self._all(self._trainings(name, common, steps) for name in names)
 
     def _with_trained_shares(self, name: str) -> list[str]:
-        """Return the names under which a policy is trained with shares; gates have none."""
-        return [] if gates_only(name) or not self.protect else [f"{name}-shares-{c}" for c in self.shares]
+        """Return the names under which a policy is trained with shares."""
+        return [f"{name}-shares-{c}" for c in self.shares] if takes_shares(name) and self.protect else []
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
@@ -290,7 +299,7 @@ class Comparison:
         """Note the commands of a trained policy."""
         if not (record := self.records / f"{name}.jsonl").exists():
             self.cells |= {self.folder / name: "distill", record: "eval"}
-        if self.protect and not gates_only(name):
+        if self.protect and takes_shares(name):
             self._expect_shares(name)
 
     def _expect_shares(self, name: str) -> None:
@@ -329,15 +338,23 @@ class Comparison:
         steps = 0 if self._has(self.records / f"{name}.jsonl", self.rows) else steps
         # a training that has ended would be exported again, without the shares that were found for it
         if steps and not ((out / CONFIG_NAME).exists() and (out / "run" / f"step-{steps}").exists()):
-            yield ["kvpop", "distill", *common, *training_options(name), "--steps", steps, "--out", out]
+            options = training_options(name)
+            fixed = [word for word in common if word != "--protect-prompt" or "uptrain" not in options]
+            yield ["kvpop", "distill", *fixed, *options, "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
         for compression in CALIBRATED if name == first_training(name) else ():
             yield from self._calibration(name, compression, [words[1], *decides])
         if steps:
-            equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-            teacher = [] if words[1] == self.model else ["--teacher", self.model]
-            yield self._evaluation(self.records / f"{name}.jsonl", [*words, *teacher, *equal])
+            equal = ["--allocator", "uniform", "--share", *sum(COMPRESSIONS.values(), ())]
+            options = [] if words[-1] == "--policies" else equal
+            # a base that was trained answers without a policy too
+            options += ["--no-dense"] if words[1] == self.model else []
+            yield self._evaluation(self.records / f"{name}.jsonl", [*words, *options, "--rows", self.rows])
         yield from self._with_shares(name, words)
+
+    def solve_dense(self) -> None:
+        """Solve the test problems with the dense model."""
+        self._solve({self.records / f"{DENSE}.jsonl": ["--model", self.model, "--policies"]}, self.rows)
 
     def choose_windows(self) -> dict[tuple[str, int], int]:
         """Return the window of each training-free policy and compression with which validation problems go well longest.
@@ -368,20 +385,20 @@ class Comparison:
         for names, c, w in product(self._free(), COMPRESSIONS, WINDOWS):
             if names := [name for name in names if windows[name, c] == w]:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
-                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
+                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c], "--no-dense"]
         self._solve(calls, self.rows)
         self._all(self._with_shares(name, ["--model", self.model, "--policies", name]) for name in self.untrained)
 
     def report(self, against: str) -> None:
         """Write the tables of all records; differences are from the policy ``against``."""
-        records = self._records()
+        records, compressions = self._records()
         table, summaries, answers = (
             self.folder / f"{stem}{self.suffix}{ending}"
             for stem, ending in (("table", ".md"), ("summary", ".md"), ("answers", ".csv"))
         )
         table.write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
         pooled = [record | {"kind": "all", "unit": f"{record['kind']} {record['unit']}"} for record in records]
-        curves = curves_of(summarise_reasoning(pooled, against))
+        curves = curves_of(summarise_reasoning(pooled, against), compressions)
         measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
         tables = [f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items()]
         repeated = {record["policy"] for record in pooled if record.get("training")}
@@ -391,35 +408,42 @@ class Comparison:
             if record["policy"] in repeated
         ]
         if of_seeds:
-            curves_of_seeds = curves_of(summarise_reasoning(of_seeds))
+            curves_of_seeds = curves_of(summarise_reasoning(of_seeds), compressions)
             tables.append(f"Exact answers of each training:\n\n{summary(curves_of_seeds, 'exact')}")
         summaries.write_text("\n".join(tables))
         write_answers(answers, curves)
         print(f"{self.folder} holds {summaries.name}, {table.name}, {answers.name}")
 
-    def _records(self) -> list[dict]:
-        """Return the records of the test problems; a trained policy has its name here."""
-        records, dense = [], set()
+    def _records(self) -> tuple[list[dict], dict[int, int]]:
+        """Return the records of the test problems, and the compression of each budget. A trained policy has its name here."""
+        records, dense, compressions = [], set(), {}
         for path in sorted(self.records.glob("*.jsonl")):
             if path.name.startswith("windows-"):
                 continue
             shares = SHARES.fullmatch(path.stem)
             trained = VARIANT.fullmatch(shares[1] if shares else path.stem)
             is_trained = trained["policy"] in TRAINED
-            for record in read_records(path)[1]:
-                policy = record["policy"]
+            about, of_file = read_records(path)
+            budgets = sorted({record["budget"] for record in of_file if "budget" in record}, reverse=True)
+            compression = dict(zip(budgets, sorted(about["options"]["share"] or ()), strict=bool(budgets)))
+            # without a teacher the dense model of a file is the one that the policy runs in
+            is_own = is_trained and trains_base(trained["policy"]) and about["options"]["teacher"] is None
+            for record in of_file:
+                policy = OWN if is_own and record["policy"] == DENSE else record["policy"]
                 name = trained["first"] if is_trained or shares else policy
                 name += ", shares" if shares else ""
                 name = {DENSE: DENSE, OWN: f"{trained['first']}, nothing evicted"}.get(policy, name)
                 if is_trained and policy != DENSE:
                     record["training"] = int(trained["seed"] or 0)
-                if "budget" not in record:  # every command solves the problems with the dense model too
+                if "budget" in record:
+                    compressions[record["budget"]] = compression[record["budget"]]
+                else:  # several commands may have solved the problems with a dense model
                     solution = name, record["kind"], record["unit"], record.get("sample"), record.get("training")
                     if solution in dense:
                         continue
                     dense.add(solution)
                 records.append(record | {"policy": name})
-        return records
+        return records, compressions
 
     def _free(self) -> list[tuple[str, ...]]:
         """Return the training-free policies in groups that share a command."""
@@ -468,7 +492,9 @@ class Comparison:
     def _contender(self, name: str) -> list:
         """Return the options that name a trained policy and its model, which comes second."""
         out, options = self.folder / name, training_options(name)
-        model = out / "model" if "--train-base" in options else self.model
+        model = out / "model" if trains_base(name) else self.model
+        if "uptrain" in options:
+            return ["--model", model, "--policies"]
         if "streaming-plus" in options:
             window = options[options.index("--window") + 1]
             return ["--model", model, "--policies", "streaming-llm", "--window", window]
@@ -535,14 +561,17 @@ def _run(command: list) -> None:
         sys.exit(f"{program} {words[0]} failed: see above")
 
 
-def curves_of(table: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
-    """Return the lines of a table by policy and equality, then by compression; dense models compress by 1."""
-    budgets = sorted({line["budget"] for line in table if line["budget"]}, reverse=True)
-    compression = dict(zip(budgets, sorted(sum(COMPRESSIONS.values(), ())), strict=True))
+def curves_of(table: list[dict], compressions: dict[int, int]) -> dict[tuple[str, str], dict[int, dict]]:
+    """Return the lines of a table by policy and equality, then by compression; dense models compress by 1.
+
+    Args:
+        table: from :func:`summarise_reasoning`.
+        compressions: compression of each budget.
+    """
     curves: dict[tuple[str, str], dict[int, dict]] = {}
     for line in table:
         key = line["policy"], line["equal"] or ""
-        curves.setdefault(key, {})[compression.get(line["budget"], 1)] = line
+        curves.setdefault(key, {})[compressions.get(line["budget"], 1)] = line
     dense = next((line["MiB"] for line in table if line["policy"] == DENSE), None)
     for line in table if dense else ():
         line["fewer bytes"] = dense / line["MiB"]
@@ -614,6 +643,7 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--untrained", nargs="*", choices=FREE, default=FREE, help="training-free policies")
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
+    parser.add_argument("--tables", action="store_true", help="write the tables of the records that are there, no more")
     options = parser.parse_args(words)
     if options.train_shares and not options.protect_prompt:
         parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")
@@ -635,7 +665,11 @@ def main(words: list[str] | None = None) -> None:
         options.trainings,
         {name: value for name, value in test.items() if value is not None},
     )
+    if options.tables:
+        comparison.report(options.against)
+        return
     comparison.prepare_calibration()
+    comparison.solve_dense()
     windows = [
         f"{name}-window-{w}" for w in options.train_windows for name in options.only if ROLES.search(TRAINED[name])
     ]

@@ -86,7 +86,8 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)
-    if not specs:
+    # examples and problems may be answered by the dense model alone
+    if not specs and (options.no_dense or options.task not in ANSWERED):
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     plain = NO_CALIBRATION in (options.calibration or ())
     as_they_are = [spec for spec in specs if policies.get(spec.policy).compresses]  # take no calibration

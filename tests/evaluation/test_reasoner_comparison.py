@@ -48,6 +48,7 @@ def small(monkeypatch):
         "kvpop": f"--window 8 --topk 12 {compare.LISTWISE} {compare.BASE} --skip",
         "kvpop-frozen-base": f"--window 8 --topk 12 {compare.LISTWISE} --no-train-base --skip",
         "streaming-plus": f"--window 8 --topk 12 {compare.BASE} --phase streaming-plus",
+        "dense-longer": compare.TRAINED["dense-longer"],
     }
     monkeypatch.setattr(compare, "TRAINED", trained)
     monkeypatch.setattr(compare, "FREE", ("h2o", "random"))
@@ -73,13 +74,14 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     words = [str(tmp_path), "--model", str(reasoner), *WORDS]
     compare.main(words)
     better = [path.stem.removeprefix("shares-2-") for path in (tmp_path / "records").glob("shares-2-*")]
-    # trainings, windows, training-free and trained policies, calibrations, policies with shares
-    assert len(ran) == 3 + 1 + 1 + 3 + 5 + len(better)
+    # dense, trainings, windows, training-free and trained policies, calibrations, policies with shares
+    assert len(ran) == 1 + 4 + 1 + 1 + 4 + 5 + len(better)
     table = table_of(tmp_path)
-    unevicted = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
+    unevicted = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus", "dense-longer")]
     shared = [f"{name}, shares" for name in better]
-    assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *unevicted, *shared}
-    assert {*better} <= (calibrated := {"h2o", "random", *small})
+    evicting = {"h2o", "random", *small} - {"dense-longer"}
+    assert {line["policy"] for line in table} == {"dense", *evicting, *unevicted, *shared}
+    assert {*better} <= (calibrated := evicting)
     assert {path.name for path in (tmp_path / "calibrations").iterdir()} == {f"{name}-2" for name in calibrated}
     assert {line["problems"] for line in table} == {"8"}
     assert {line["samples"] for line in table if line["policy"].startswith("random")} == {"5"}
@@ -89,7 +91,9 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     assert len((tmp_path / "answers.csv").read_text().splitlines()) > len(small)
     before = len(ran)
     compare.main(words)
-    assert len(ran) == before
+    (tmp_path / "records/dense.jsonl").unlink()
+    compare.main([*words, "--tables"])
+    assert len(ran) == before and "dense" not in {line["policy"] for line in table_of(tmp_path)}
 
 
 @pytest.mark.slow
@@ -100,7 +104,7 @@ def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
     assert not json.loads((tmp_path / "kvpop-frozen-base/run/run.json").read_text())["protect_prompt"]
     names = {"h2o", "random", "snapkv", "kvpop-frozen-base"}
     assert {line["policy"] for line in table_of(tmp_path)} == {"dense", *names}
-    for path in (tmp_path / "records").iterdir():
+    for path in {*(tmp_path / "records").iterdir()} - {tmp_path / "records/dense.jsonl"}:
         settings = {record["settings"].get("protect_prompt") for record in read_records(path)[1] if "budget" in record}
         assert settings == {None if "snapkv" in path.name else 0}, path.name
 
@@ -157,14 +161,14 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert len(repeated) == (6 if unit == "head" else 4)
 
 
-def test_trainings_are_summarised_together_and_each(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "COMPRESSIONS", {8: (8,)})
+def test_trainings_are_summarised_together_and_each(tmp_path):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     base = {"length": 1200, "right": 1.0, "answered": True, "written": 9, "kind": "programs", "before_error": 1.0}
     dense = [base | {"policy": "dense", "allocated": 6, "unit": unit, "exact": True} for unit in range(8)]
     setting = {"policy": "scorer", "budget": 125, "equal": "k", "window": 8, "topk": 99, "allocated": 2}
     for stem, right in (("kvpop", 8), ("kvpop-seed-1", 4), ("shares-8-kvpop", 8), ("shares-8-kvpop-seed-1", 6)):
-        lines = [*dense, *(base | setting | {"unit": unit, "exact": unit < right} for unit in range(8))]
+        about = {"run": {"options": {"share": [8], "teacher": "model"}}}
+        lines = [about, *dense, *(base | setting | {"unit": unit, "exact": unit < right} for unit in range(8))]
         (comparison.records / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     comparison.report("kvpop")
     lines = {line["policy"]: line for line in table_of(tmp_path)}
@@ -246,6 +250,7 @@ def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(compare, "COMPRESSIONS", {4: (2, 4), 8: (6, 8)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
     for window in compare.WINDOWS:
@@ -267,10 +272,9 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
 
 def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
     """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
-    monkeypatch.setattr(compare, "COMPRESSIONS", {4: (4,), 8: (8,)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
-    lines = []
+    lines = [{"run": {"options": {"share": [8, 4], "teacher": None}}}]
     for kind, unit in product(["programs", "ledgers"], range(8)):
         base = {"length": 1200, "allocated": 1, "right": 1.0, "answered": True, "written": 9}
         base |= {"kind": kind, "unit": unit}
@@ -321,7 +325,7 @@ def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatc
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
     comparison = compare.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
     with pytest.raises(SystemExit, match="kvpop eval failed"):
-        comparison.choose_windows()
+        comparison.solve_dense()
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
 
 
@@ -407,10 +411,10 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     calibrated = {
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }
-    assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12)}
+    assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12, 16)}
     assert all(command[command.index("--budget") + 2].startswith("--") for command in calibrated.values())
-    budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (4, 8, 12)]
-    assert budgets == [budgets[0], budgets[0] // 2, budgets[0] // 3]
+    budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (4, 8, 12, 16)]
+    assert budgets == [budgets[0], budgets[0] // 2, budgets[0] // 3, budgets[0] // 4]
     assert {command[command.index("--shares") + 1] for command in calibrated.values()} == {"head"}
     assert calibrated["kvpop-mlp-8"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp-8"]
     assert all(
@@ -418,10 +422,10 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     )
     solved = [command for command in ran if "eval" in command]
     shared = {Path(c[c.index("--out") + 1]).stem: c for c in solved if "--calibration" in c}
-    assert set(shared) == {f"shares-{c}-{name}" for name in ("kvpop-mlp", "tova", "vase") for c in (4, 8, 12)} - {
+    assert set(shared) == {f"shares-{c}-{name}" for name in ("kvpop-mlp", "tova", "vase") for c in (4, 8, 12, 16)} - {
         "shares-4-vase"
     }
-    for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12"]}.items():
+    for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12"], 16: ["16"]}.items():
         command = shared[f"shares-{c}-tova"]
         assert command[command.index("--calibration") + 1].endswith(f"tova-{c}")
         assert command[command.index("--share") + 1 : command.index("--rows")] == used
