@@ -11,7 +11,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import compare
+import contenders
 import train
+from tables import write_tables
 
 from kvpop_vllm.calibrate.command import options_of
 from kvpop_vllm.calibrate.plan import Plan
@@ -45,19 +47,19 @@ def run_here(command: list) -> None:
 def small(monkeypatch):
     """Make trainings and evaluations small; return the names of the trained policies."""
     trained = {
-        "kvpop": f"--window 8 --topk 12 {compare.LISTWISE} {compare.BASE} --skip",
-        "kvpop-frozen-base": f"--window 8 --topk 12 {compare.LISTWISE} --no-train-base --skip",
-        "streaming-plus": f"--window 8 --topk 12 {compare.BASE} --phase streaming-plus",
-        "dense-longer": compare.TRAINED["dense-longer"],
+        "kvpop": f"--window 8 --topk 12 {contenders.LISTWISE} {contenders.BASE} --skip",
+        "kvpop-frozen-base": f"--window 8 --topk 12 {contenders.LISTWISE} --no-train-base --skip",
+        "streaming-plus": f"--window 8 --topk 12 {contenders.BASE} --phase streaming-plus",
+        "dense-longer": contenders.TRAINED["dense-longer"],
     }
-    monkeypatch.setattr(compare, "TRAINED", trained)
-    monkeypatch.setattr(compare, "FREE", ("h2o", "random"))
-    monkeypatch.setattr(compare, "WINDOWS", (8,))
-    monkeypatch.setattr(compare, "COMPRESSIONS", {2: (2,)})
-    monkeypatch.setattr(compare, "CALIBRATED", {2: (2,)})
-    monkeypatch.setattr(compare, "CALIBRATION_ROWS", 8)
+    monkeypatch.setattr(contenders, "TRAINED", trained)
+    monkeypatch.setattr(contenders, "FREE", ("h2o", "random"))
+    monkeypatch.setattr(contenders, "WINDOWS", (8,))
+    monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
+    monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
+    monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
     monkeypatch.setattr(compare, "_run", run_here)
-    monkeypatch.setattr(compare, "COMMON", compare.COMMON.replace("1600", "300"))
+    monkeypatch.setattr(contenders, "COMMON", contenders.COMMON.replace("1600", "300"))
     return list(trained)
 
 
@@ -130,7 +132,7 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
                 assert ("--window 10 --topk 10" if "window" in name else "--window 8 --topk 12") in " ".join(words)
             comparison.cells.pop(command[command.index("--out") + 1], None)
         actions = ["distill", "calibrate", "eval", "eval"]
-        assert [action for action, _ in ran] == (2 * actions if unit == "head" else actions[:3])
+        assert [action for action, _ in ran] == ([*actions, "distill", "eval"] if unit == "head" else actions[:3])
         assert not comparison.cells, "commands were expected that did not come"
         assert {out for action, out in ran if action == "distill"} <= {name, f"{name}-shares-2"}
 
@@ -141,10 +143,9 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
     comparison.prepare_calibration()
     for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
         last = f"{name}-shares-2" if unit == "head" else name
-        for trained in (name, last):
-            folder = comparison.calibrations / f"{trained}-2"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
+        folder = comparison.calibrations / f"{name}-2"
+        folder.mkdir(parents=True)
+        (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
         comparison._calibration = lambda *_: iter(())
         commands = [list(map(str, command)) for command in comparison._trainings(name, [], 2)]
         repeated = [command for command in commands if "-seed-" in command[command.index("--out") + 1]]
@@ -156,9 +157,23 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
                 assert out.name in {f"{last}-seed-1", f"{last}-seed-2"}
                 assert ("--shares" in command) == (unit == "head")
             elif "--calibration" in command:
-                assert command[command.index("--calibration") + 1] == str(comparison.calibrations / f"{last}-2")
+                assert command[command.index("--calibration") + 1] == str(folder)
                 assert out.name.startswith(f"shares-2-{last}-seed-")
-        assert len(repeated) == (6 if unit == "head" else 4)
+        assert [command[1] for command in repeated] == ["distill", "eval"] * 2
+
+
+def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path, monkeypatch):
+    """Its base answers without a policy too, in the same command, unless it is the dense model."""
+    monkeypatch.setattr(contenders, "COMPRESSIONS", {4: (2, 4), 16: (12, 16)})
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
+    folder = comparison.calibrations / "kvpop-12"
+    folder.mkdir(parents=True)
+    (folder / compare.NAME).write_text(json.dumps({"unit": "head"}))
+    shutil.copytree(folder, comparison.calibrations / "kvpop-frozen-base-12")
+    for name, own in (("kvpop-shares-12-seed-1", True), ("kvpop-frozen-base-shares-12", False)):
+        train, solve = (list(map(str, command)) for command in comparison._steps_of(name, [], 9))
+        assert train[1] == "distill" and solve[solve.index("--share") + 1 :][:4] == ["2", "4", "12", "16"]
+        assert Path(solve[-1]).name == f"shares-12-{name}.jsonl" and ("--no-dense" not in solve) == own
 
 
 def test_trainings_are_summarised_together_and_each(tmp_path):
@@ -170,7 +185,7 @@ def test_trainings_are_summarised_together_and_each(tmp_path):
         about = {"run": {"options": {"share": [8], "teacher": "model"}}}
         lines = [about, *dense, *(base | setting | {"unit": unit, "exact": unit < right} for unit in range(8))]
         (comparison.records / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    comparison.report("kvpop")
+    write_tables(tmp_path, "", "kvpop")
     lines = {line["policy"]: line for line in table_of(tmp_path)}
     assert {name: line["exact"][:5] for name, line in lines.items()} == {
         "dense": "1.000",
@@ -205,7 +220,7 @@ def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monk
     assert "--size 45 --seed 0 --samples 16 --temperature 0.8" in " ".join(ran[0])
     with pytest.raises(FileNotFoundError):  # nothing was written
         comparison.choose_windows()
-    assert len(ran) == 1 + len(compare.WINDOWS)
+    assert len(ran) == 1 + len(contenders.WINDOWS)
     for command in ran[1:]:
         assert "--size 30" in " ".join(command) and "--samples" not in command and "--split" in command
     options = OPTIONS | {"rows": 8, "size": 45, "samples": 16, "temperature": 0.5}
@@ -250,10 +265,10 @@ def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
-    monkeypatch.setattr(compare, "COMPRESSIONS", {4: (2, 4), 8: (6, 8)})
+    monkeypatch.setattr(contenders, "COMPRESSIONS", {4: (2, 4), 8: (6, 8)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
-    for window in compare.WINDOWS:
+    for window in contenders.WINDOWS:
         lines = [
             {"run": {"options": OPTIONS | {"rows": 16, "split": "validation"}}},
             {"policy": "dense", "before_error": 1.0},
@@ -285,7 +300,7 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
             setting = {"policy": name, "budget": budget, "equal": "k", "window": 8, "topk": 99}
             lines.append(base | setting | {"exact": good, "before_error": 0.5 + good / 2})
     (comparison.records / "at-4.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    comparison.report("h2o")
+    write_tables(tmp_path, "", "h2o")
     exact, errors = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
     before, difference = errors.split("Exact answers less those of h2o")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in exact.splitlines() if line.startswith("| ")]
@@ -407,7 +422,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     comparison.prepare_calibration()
     comparison.run_trained(["kvpop-mlp", "trimkv"], 9)
     comparison.calibrate_untrained()
-    comparison.run_untrained({(name, c): 16 for name in untrained for c in compare.COMPRESSIONS})
+    comparison.run_untrained({(name, c): 16 for name in untrained for c in contenders.COMPRESSIONS})
     calibrated = {
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }

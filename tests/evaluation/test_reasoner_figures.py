@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import compare
+import contenders
 import figures
 import train
 
@@ -27,10 +28,10 @@ def runs(tmp_path_factory):
     tokenizer.save_pretrained(folder / "reasoner")
     comparison = compare.Comparison(folder, folder / "reasoner", True, ["programs"], 8, 1, size=4)
     comparison._prepare()
-    scored = f"--window 8 --topk 12 {compare.LISTWISE} {compare.BASE} --skip"
-    gate = f"--recipe dms --window 8 --topk 12 --compression 4 {compare.GATES} {compare.BASE}"
+    scored = f"--window 8 --topk 12 {contenders.LISTWISE} {contenders.BASE} --skip"
+    gate = f"--recipe dms --window 8 --topk 12 --compression 4 {contenders.GATES} {contenders.BASE}"
     policies = {"kvpop": scored, "kvpop-immediate": f"{scored} --no-delayed", "dms": gate}
-    common = compare.COMMON.replace("1600", "300").replace("every 50", "every 1")
+    common = contenders.COMMON.replace("1600", "300").replace("every 50", "every 1")
     for name, options in policies.items():
         words = ["--model", folder / "reasoner", "--data", comparison.problems, "--steps", 2, "--out", folder / name]
         assert main(["distill", *common.split(), *options.split(), *map(str, words)]) == 0

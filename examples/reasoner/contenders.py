@@ -1,0 +1,86 @@
+"""Policies of the comparison, trained and training-free, with their windows, budgets and shares."""
+
+import re
+
+FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
+"""Policies that need no training."""
+COMPRESSING = ("snapkv",)
+"""Policies that need no training and cannot protect prompts."""
+WINDOWS = 16, 32, 64
+COMPRESSIONS = {4: (2, 4), 8: (6, 8), 16: (12, 16)}
+"""Compressions: those at which windows are chosen, each with those at which they are used."""
+CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,), 16: (16,)}
+"""Compressions: those at which shares are measured, each with those at which they are used."""
+CALIBRATION_ROWS = 32
+"""Validation problems that shares are measured on; as many others judge them."""
+SHARES = re.compile(r"shares-\d+-(.*)")
+"""Names of records of policies with shares, with the compression at which they were measured and the policy."""
+STATISTICS = "triattention"
+"""Policy that cannot do without a calibration."""
+WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
+"""Trained policies that have no shares: gates, and a base that nothing is evicted from."""
+VARIANT = re.compile(
+    r"(?P<first>(?P<plain>(?P<policy>.+?)(-window-(?P<window>\d+))?)(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?"
+)
+"""Names of trained policies.
+
+A key of :data:`TRAINED`, another window, the compression whose shares it is trained with, and another seed of the training.
+``plain`` is the name of the same policy trained with equal shares, and ``first`` the name without that seed.
+"""
+ROLES = re.compile(r"--window (\d+) --topk ([\d ]*\d)")
+"""Window and long-range slots among the options of a trained policy."""
+
+COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
+BUDGETS = "--window 24 --topk 244 108 154 108 192"
+"""Budgets of 1/4, 1/8 (twice), 1/6 and 1/5 of a worked solution, which problems take in turn."""
+LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
+BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
+GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
+TRAINED = {
+    "kvpop": f"{BUDGETS} {LISTWISE} {BASE} --skip",
+    "kvpop-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --skip",
+    "kvpop-boundary-loss": f"{BUDGETS} {LISTWISE} {BASE} --skip --boundary 1 --listwise 0",
+    "kvpop-immediate": f"{BUDGETS} {LISTWISE} {BASE} --skip --no-delayed",
+    "kvpop-mlp": f"{BUDGETS} {LISTWISE} {BASE} --scorer mlp",
+    "kvpop-mlp-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --scorer mlp",
+    "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
+    "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
+    "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",
+    "dms": f"--recipe dms --window 24 --topk 244 --compression 4 {GATES} {BASE}",
+    "dense-longer": "--phase uptrain --lr-base 5e-4 --lr-base-end 2e-5",
+}
+"""Options of `kvpop distill` for each trained policy.
+
+streaming-plus is streaming-llm on a base trained for it. dense-longer is a base that was trained as long without eviction.
+"""
+
+
+def takes_shares(name: str) -> bool:
+    """Return whether a trained policy, of any window, can have shares."""
+    return VARIANT.fullmatch(name)["policy"] not in WITHOUT_SHARES
+
+
+def trains_base(name: str) -> bool:
+    """Return whether the base model is trained with a policy, of any window."""
+    return bool({"--train-base", "--phase"} & {*training_options(name)})
+
+
+def training_options(name: str) -> list[str]:
+    """Return the options of `kvpop distill` for a trained policy, without those for shares. See :data:`VARIANT`.
+
+    With another window the long-range slots make up for it.
+    """
+    variant = VARIANT.fullmatch(name)
+    options = TRAINED[variant["policy"]]
+    if variant["window"]:
+        window, topk = ROLES.search(options).groups()
+        wider = int(variant["window"]) - int(window)
+        slots = " ".join(str(int(k) - wider) for k in topk.split())
+        options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
+    return options.split() + (["--seed", variant["seed"]] if variant["seed"] else [])
+
+
+def calibrated_at(name: str) -> list[int]:
+    """Return the compressions at which a policy's shares are measured."""
+    # the window of STATISTICS has 128 tokens, which leave no slot at the others
+    return [min(CALIBRATED)] if name == STATISTICS else list(CALIBRATED)
