@@ -32,6 +32,8 @@ CURVES = {
     "streaming-llm": ("#D55E00", "-", "v"),
 }
 """Colour, line style and marker of each curve. Colours are of the palette of Okabe and Ito."""
+WITH_SHARES = ", shares"
+"""Ends the name of a policy whose heads have the shares that were found for them."""
 NAMES = {"kvpop": "kvpop, model trained too", "kvpop-frozen-base": "kvpop"}
 """Curves of policies of the comparison; the others have their own names. Decoding was measured with a frozen model."""
 
@@ -139,6 +141,8 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
 def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     """Return the exact answers of each curve at equal k, and of the dense model, by compression.
 
+    Heads have shares where some were found that are better than equal ones.
+
     Args:
         path: file written by ``examples/reasoner/compare.py``.
 
@@ -150,11 +154,14 @@ def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     """
     advice = "write it with examples/reasoner/compare.py"
     curves: dict[str, dict[float, tuple[float, ...]]] = {}
-    for line, row in _rows(path, {"policy", "equal", "compression", *SHARES}, advice):
+    rows = _rows(path, {"policy", "equal", "compression", *SHARES}, advice)
+    # rows with shares come last, and take the place of those with equal ones
+    for line, row in sorted(rows, key=lambda numbered: numbered[1]["policy"].endswith(WITH_SHARES)):
         if row["equal"] == "k" or row["policy"] == "dense":
             place = f"{path}, line {line}"
             shares = tuple(_number(row[name], f"{place}, {name}", minimum=0) for name in SHARES)
-            name = NAMES.get(row["policy"], row["policy"])
+            policy = row["policy"].removesuffix(WITH_SHARES)
+            name = NAMES.get(policy, policy)
             curves.setdefault(name, {})[_number(row["compression"], f"{place}, compression")] = shares
     if 1 not in curves.get("dense", ()):
         raise ConfigError(f"{path} holds no answers of the dense model: {advice}")

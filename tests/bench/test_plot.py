@@ -92,6 +92,14 @@ def test_no_panel_has_more_than_five_curves_and_no_two_look_alike():
     assert all(len(set(column)) == len(plot.CURVES) for column in list(zip(*plot.CURVES.values(), strict=True))[::2])
 
 
+def test_shares_that_were_found_take_the_place_of_equal_ones(tmp_path):
+    shared = answer("kvpop-frozen-base, shares", 4, 0.9)
+    for rows in ([*ANSWERS, shared], [shared, *ANSWERS]):
+        write_answers(tmp_path, rows)
+        curve = plot.read_answers(tmp_path / plot.ANSWERS)["kvpop"]
+        assert curve == {2: (0.8, 0.4, 0.8), 4: (0.9, 0.45, 0.9)}
+
+
 def test_answers(tmp_path):
     write_answers(tmp_path)
     assert plot.read_answers(tmp_path / plot.ANSWERS) == {
