@@ -69,6 +69,13 @@ def test_equals_the_definition(shape, dtype):
     check(*inputs(**SHAPES[shape], dtype=dtype), **SHAPES[shape])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the reference alone")
+@pytest.mark.parametrize("shape", ["plain", "blocks"])
+def test_devices_without_the_fused_kernel_of_cpus(shape, monkeypatch):
+    monkeypatch.setattr("kvpop_vllm.kernels.reference.masked_attention._on_cpu", lambda q: False)
+    check(*inputs(**SHAPES[shape]), **SHAPES[shape])
+
+
 def test_positions_before_heads_in_memory():
     options = SHAPES["plain"] | {"batch": 1}
     *tokens, priority = inputs(**options, coarse=True, dtype=F32)

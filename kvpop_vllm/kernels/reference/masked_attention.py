@@ -19,19 +19,57 @@ def masked_attention(q, k, v, visible, scale, bias=None, sink_logits=None):
     Returns:
         Outputs ``[H, G, l, D]`` and natural log-sum-exps ``[H, G, l]``.
     """
-    k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
-    # one mask for both: torch's kernel takes a single additive one
-    added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-    if bias is not None:
-        added[..., : bias.shape[1]] = bias.unsqueeze(1)
-    added = added.masked_fill_(~visible, -torch.inf).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    k, v = _of_queries(q, k, v)
+    added = _additive(visible, q, bias)
     differentiable = sink_logits is not None and torch.is_grad_enabled() and q.requires_grad
-    if q.device.type == "cpu" and not differentiable:  # the log-sum-exps of that kernel have no gradient
+    if _on_cpu(q) and not differentiable:  # the log-sum-exps of that kernel have no gradient
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return with_sinks(*fused(q, k, v, 0.0, False, attn_mask=added, scale=scale), sink_logits)
     q, k, v = high(q), high(k), high(v)
     logits = (q @ k.transpose(-1, -2)) * scale + added
     return with_sinks(logits.softmax(-1) @ v, logits.logsumexp(-1), sink_logits)
+
+
+def masked_attention_backward(grad, q, k, v, out, lse, visible, scale):
+    """Return the gradients of ``q``, ``k`` and ``v`` under :func:`masked_attention` without bias and sinks.
+
+    All are float32, or float64 if q is.
+
+    Args:
+        grad: gradient of the outputs ``[H, G, l, D]``.
+        q, k, v, visible, scale: as in :func:`masked_attention`.
+        out, lse: what it has returned.
+    """
+    grad, q, k, v, out = (high(x) for x in (grad, q, k, v, out))
+    k, v = _of_queries(q, k, v)
+    added = _additive(visible, q)
+    if _on_cpu(q):
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = fused(grad, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale)
+    else:
+        weights = torch.exp((q @ k.transpose(-1, -2)) * scale + added - lse.unsqueeze(-1))
+        dlogits = grad @ v.transpose(-1, -2) - (out * grad).sum(-1, keepdim=True)
+        dlogits = dlogits * weights * scale
+        dq, dk, dv = dlogits @ k, dlogits.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
+    return dq, dk.sum(1), dv.sum(1)
+
+
+def _on_cpu(q):
+    return q.device.type == "cpu"
+
+
+def _of_queries(q, *of_heads):
+    """Return keys or values ``[H, T, D]`` for each query of a head, ``[H, G, T, D]``."""
+    return (x.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in of_heads)
+
+
+def _additive(visible, q, bias=None):
+    """Return a mask, and a bias of the first keys, as what is added to the logits of queries, ``[H, G, l, T]``."""
+    # one mask for both: torch's kernel takes a single additive one
+    added = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    if bias is not None:
+        added[..., : bias.shape[1]] = bias.unsqueeze(1)
+    return added.masked_fill_(~visible, -torch.inf).unsqueeze(1).expand(-1, q.shape[1], -1, -1)
 
 
 def with_sinks(out, lse, sink_logits):

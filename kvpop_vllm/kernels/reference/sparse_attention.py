@@ -6,7 +6,7 @@ keys that it may see.
 
 import torch
 
-from kvpop_vllm.kernels.reference.masked_attention import high, masked_attention
+from kvpop_vllm.kernels.reference.masked_attention import high, masked_attention, masked_attention_backward
 
 BLOCK = 256
 
@@ -43,31 +43,23 @@ class _SparseAttention(torch.autograd.Function):
     def backward(ctx, grad, _):
         q, k, v, rank, cutoff, out, lse = ctx.saved_tensors
         sinks, window, scale = ctx.options
-        heads, length = k.shape[1], k.shape[2]
-        q, out, grad, lse = (x.unflatten(1, (heads, -1)) for x in (q, out, grad, lse))
-        keys, values = high(k), high(v)
+        batch, heads, length = k.shape[:3]
+        # rows of a batch as heads
+        q, out, grad, lse = (x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, out, grad, lse))
+        keys, values = k.flatten(0, 1), v.flatten(0, 1)
         dq = torch.empty_like(q)
-        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
-        delta = (high(out) * high(grad)).sum(-1, keepdim=True)
+        dk, dv = (torch.zeros_like(high(x)) for x in (keys, values))
         for a in range(0, length, BLOCK):
             b = min(a + BLOCK, length)
-            rows = high(grad[..., a:b, :]).flatten(2, 3)
-            logits = _logits(q, keys, rank, cutoff, a, b, sinks, window, scale)
-            weights = torch.exp(logits - lse[..., a:b, None])
-            dv[:, :, :b] += weights.flatten(2, 3).transpose(-1, -2) @ rows
-            dlogits = (rows @ values[:, :, :b].transpose(-1, -2)).view_as(weights)
-            dlogits = (dlogits - delta[..., a:b, :]).mul_(weights).flatten(2, 3).mul_(scale)
-            dq[..., a:b, :] = (dlogits @ keys[:, :, :b]).view(*q.shape[:3], b - a, -1)
-            dk[:, :, :b] += dlogits.transpose(-1, -2) @ high(q[..., a:b, :]).flatten(2, 3)
-        return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
-
-
-def _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale):
-    """Return scaled and masked logits ``[B, H, G, b - a, b]``."""
-    rows = high(grouped[..., a:b, :])
-    logits = (rows.flatten(2, 3) @ keys[:, :, :b].transpose(-1, -2)).mul_(scale)
-    logits = logits.view(*rows.shape[:4], b)
-    return logits.masked_fill_(~visible_block(rank, cutoff, a, b, sinks, window).unsqueeze(2), -torch.inf)
+            mask = visible_block(rank, cutoff, a, b, sinks, window).flatten(0, 1)
+            rows = (x[:, :, a:b] for x in (grad, q))
+            seen = (x[:, :b] for x in (keys, values))
+            results = (x[:, :, a:b] for x in (out, lse))
+            dq[:, :, a:b], of_keys, of_values = masked_attention_backward(*rows, *seen, *results, mask, scale)
+            dk[:, :b] += of_keys
+            dv[:, :b] += of_values
+        dq = dq.unflatten(0, (batch, heads)).flatten(1, 2)
+        return dq, dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype), None, None, None, None, None
 
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
