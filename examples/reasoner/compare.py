@@ -15,7 +15,7 @@ are those of the first. Intervals then draw trainings and problems. How long all
 command, as soon as one of each kind has been timed.
 
 --test-size 45 and --samples 16 solve other problems with what is trained, or each several times at --temperature. Their
-records and tables are named by it.
+records and tables are named by it. --tables writes the tables of the records that are there, and makes nothing else.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -93,7 +93,7 @@ class Comparison:
         self.seconds: dict[str, list[float]] = {}
         self.cells: dict[Path, str] = {}
         self.kinds, self.size, self.trainings, self.test = kinds, size, trainings, test or {}
-        self.suffix = "".join(f"-{name}-{value:g}" for name, value in self.test.items())
+        self.suffix = suffix_of(self.test)
         self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
         # windows are chosen once, whatever the test problems are
@@ -181,19 +181,20 @@ class Comparison:
             name: name of the policy here.
             words: model and policy.
         """
-        variant, tables = contenders.VARIANT.fullmatch(name), contenders.CALIBRATED
+        variant, measured_at = contenders.VARIANT.fullmatch(name), contenders.CALIBRATED
         if variant["shares"]:
-            tables = {int(variant["shares"]): sum(contenders.COMPRESSIONS.values(), ())}
-        for measured, used in tables.items():
+            measured_at = {int(variant["shares"]): contenders.all_compressions()}
+        for measured, used in measured_at.items():
             folder = self.calibrations / f"{variant['plain']}-{measured}"
             out = self._shared(name, measured)
             path = folder / NAME
             if not path.exists() or json.loads(path.read_text())["unit"] == UNITS[0]:
                 self.cells.pop(out, None)
-            elif not self._has(out, self.rows):
-                shares = ["--calibration", folder, "--share", *used, "--rows", self.rows]
+                continue
+            shares = [*words, "--calibration", folder, "--share", *used]
+            if not self._has(out, shares, self.rows):
                 shares += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
-                yield self._evaluation(out, [*words, *shares])
+                yield self._evaluation(out, [*shares, "--rows", self.rows])
 
     def _shared(self, name: str, compression: int) -> Path:
         """Return the file of the records of a policy with the shares that were found at a compression."""
@@ -210,11 +211,11 @@ class Comparison:
         common += ["--protect-prompt"] * self.protect
         names = list(names)
         variants = [name for base in names for name in (base, *self._with_trained_shares(base))]
-        if any(not self._has(self._solved(name), self.rows) for name in variants):
+        if self.trainings > 1 or not all(self._solved(name).exists() for name in variants):
             self._prepare()
         for name in variants:
-            self._expect(name)
-        self._all(self._trainings(name, common, steps) for name in names)
+            self._expect(name, steps)
+        self._all(self._chain(name, common, steps) for name in names)
 
     def _with_trained_shares(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with shares."""
@@ -224,10 +225,10 @@ class Comparison:
         """Return the names under which a policy is trained with other seeds."""
         return [f"{name}-seed-{seed}" for seed in range(1, self.trainings)]
 
-    def _expect(self, name: str) -> None:
+    def _expect(self, name: str, steps: int) -> None:
         """Note the commands of a trained policy."""
         if not (record := self._solved(name)).exists():
-            self.cells |= {self.folder / name: "distill", record: "eval"}
+            self.cells |= {record: "eval"} | ({} if self._is_trained(name, steps) else {self.folder / name: "distill"})
         if self.protect and contenders.takes_shares(name):
             self._expect_shares(name)
 
@@ -242,46 +243,54 @@ class Comparison:
                 if not (file / NAME if action == "calibrate" else file).exists():
                     self.cells[file] = action
 
-    def _trainings(self, name: str, common: list, steps: int) -> Iterator[list]:
+    def _chain(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy, then those of the same one trained with the shares that were found.
 
         Where no shares were better than equal ones there is nothing to train with. What was trained last is trained with
         other seeds.
         """
-        yield from self._steps_of(name, common, steps)
+        yield from self._training_commands(name, common, steps)
         final, options = name, common
         for variant, c in zip(self._with_trained_shares(name), self.shares, strict=False):
             source = self.calibrations / f"{name}-{c}"
             if json.loads((source / NAME).read_text())["unit"] == UNITS[0]:
-                for out in [out for out in list(self.cells) if variant in str(out)]:
+                for out in [out for out in list(self.cells) if variant in out.name]:
                     self.cells.pop(out, None)
             else:
                 final, options = variant, [*common, "--shares", source]
-                yield from self._steps_of(final, options, steps)
+                yield from self._training_commands(final, options, steps)
         for repeated in self._with_other_seeds(final):
-            self._expect(repeated)
-            yield from self._steps_of(repeated, options, steps)
+            self._expect(repeated, steps)
+            yield from self._training_commands(repeated, options, steps)
 
-    def _steps_of(self, name: str, common: list, steps: int) -> Iterator[list]:
+    def _training_commands(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy: training, and what follows from it."""
         variant = contenders.VARIANT.fullmatch(name)
         out, words, solved = self.folder / name, self._contender(name), self._solved(name)
-        steps = 0 if self._has(solved, self.rows) else steps
-        # a training that has ended would be exported again, without the shares that were found for it
-        if steps and not ((out / CONFIG_NAME).exists() and (out / "run" / f"step-{steps}").exists()):
+        equal = [*words, "--allocator", "uniform", "--share", *contenders.all_compressions()]
+        if words[-1] == "--policies":
+            equal = words
+        is_solved = solved.exists() if variant["shares"] else self._has(solved, equal, self.rows)
+        if not is_solved and not self._is_trained(name, steps):
             options = contenders.training_options(name)
             fixed = [word for word in common if word != "--protect-prompt" or "uptrain" not in options]
             yield ["kvpop", "distill", *fixed, *options, "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
         for compression in contenders.CALIBRATED if name == variant["plain"] else ():
             yield from self._calibration(name, compression, [words[1], *decides])
-        if steps and not variant["shares"]:
-            equal = ["--allocator", "uniform", "--share", *sum(contenders.COMPRESSIONS.values(), ())]
-            options = [] if words[-1] == "--policies" else equal
+        if not is_solved and not variant["shares"]:
             # a base that was trained answers without a policy too
-            options += ["--no-dense"] if words[1] == self.model else []
-            yield self._evaluation(solved, [*words, *options, "--rows", self.rows])
+            dense = ["--no-dense"] if words[1] == self.model else []
+            yield self._evaluation(solved, [*equal, *dense, "--rows", self.rows])
         yield from self._with_shares(name, words)
+
+    def _is_trained(self, name: str, steps: int) -> bool:
+        """Return whether a training has ended.
+
+        It would be exported again, without the shares that were found for it.
+        """
+        out = self.folder / name
+        return (out / CONFIG_NAME).exists() and (out / "run" / f"step-{steps}").exists()
 
     def solve_dense(self) -> None:
         """Solve the test problems with the dense model."""
@@ -292,28 +301,20 @@ class Comparison:
 
         It is one that is possible at equal bytes too.
         """
-        outs = {
-            (names, w): self.windows / f"windows-{w}-{names[0]}.jsonl"
-            for names in self._free()
-            for w in contenders.WINDOWS
-        }
-        compressions = ["--share", *contenders.COMPRESSIONS, "--no-dense"]
-        self._solve(
-            {out: [*self._untrained(names, w), *compressions] for (names, w), out in outs.items()},
-            16,
-            {"split": "validation"},
-        )
+        outs, calls = {}, {}
+        for names, (w, compressions) in product(self._free(), contenders.WINDOWS.items()):
+            out = outs[names, w] = self.windows / f"windows-{w}-{names[0]}.jsonl"
+            calls[out] = [*self._untrained(names, w), "--share", *compressions, "--no-dense"]
+        self._solve(calls, 16, {"split": "validation"})
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
                 if "budget" in record:
                     of_budget = shares.setdefault((record["policy"], record["budget"]), {})
                     of_budget.setdefault(w, []).append(record["before_error"])
-        best = {
-            key: max(contenders.WINDOWS, key=lambda w: (len(by_w[w]), fmean(by_w[w]))) for key, by_w in shares.items()
-        }
+        best = {key: max(by_w, key=lambda w: (len(by_w[w]), fmean(by_w[w]))) for key, by_w in shares.items()}
         budgets = sorted({budget for _, budget in best}, reverse=True)
-        compression = dict(zip(budgets, sorted(contenders.COMPRESSIONS), strict=True))
+        compression = dict(zip(budgets, sorted(contenders.COMPRESSIONS), strict=bool(outs)))
         return {(name, compression[budget]): w for (name, budget), w in best.items()}
 
     def run_untrained(self, windows: dict[tuple[str, int], int]) -> None:
@@ -340,11 +341,12 @@ class Comparison:
         folder = self.calibrations / f"{contenders.STATISTICS}-{min(contenders.CALIBRATED)}"
         return [*words, "--calibration", folder, "--allocator", "uniform"]
 
-    def _has(self, out: Path, rows: int, problems: dict | None = None) -> bool:
+    def _has(self, out: Path, words: list, rows: int, problems: dict | None = None) -> bool:
         """Return whether an evaluation's records are there.
 
         Args:
             out: file of the records.
+            words: options of the policies.
             rows: problems of each kind.
             problems: options of the problems, None for those of the test problems.
 
@@ -356,12 +358,14 @@ class Comparison:
         recorded = read_records(out)[0].get("options", {})
         settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "seed": self.seed}
         settings |= self.test if problems is None else problems
-        settings["share"] = sum(contenders.COMPRESSIONS.values(), ())
+        settings |= {"share": _values(words, "--share"), "calibration": _values(words, "--calibration")}
         if recorded.get("protect_prompt") is not None:
             settings["protect_prompt"] = [self.protect]
         for name, value in settings.items():
             measured = recorded.get(name)
-            if set(measured or ()) - set(value) if name == "share" else measured != value:
+            if name == "calibration" and measured:  # the folder may have been moved
+                measured, value = ([Path(folder).name for folder in folders] for folders in (measured, value or ()))
+            if measured != value:
                 sys.exit(f"{out} has {name} {measured}, not {value}: name another folder, or remove this file")
         return True
 
@@ -378,7 +382,8 @@ class Comparison:
 
     def _solve(self, calls: dict[Path, list], rows: int, problems: dict | None = None) -> None:
         """Run evaluations whose records are not there yet. See :meth:`_has`."""
-        new = {out: [*words, "--rows", rows] for out, words in calls.items() if not self._has(out, rows, problems)}
+        absent = {out: words for out, words in calls.items() if not self._has(out, words, rows, problems)}
+        new = {out: [*words, "--rows", rows] for out, words in absent.items()}
         self.cells |= dict.fromkeys(new, "eval")
         self._all([self._evaluation(out, words, problems)] for out, words in new.items())
 
@@ -411,6 +416,18 @@ class Comparison:
         if not timed or len(timed) < len(actions):
             return f"{len(actions)} results to come"
         return f"{len(actions)} results to come, in about {math.ceil(sum(timed) / self.jobs / 60)} minutes"
+
+
+def suffix_of(test: dict[str, float]) -> str:
+    """Return what ends the names of records and tables of test problems with some options."""
+    return "".join(f"-{name}-{value:g}" for name, value in test.items())
+
+
+def _values(words: list, option: str) -> list | None:
+    """Return what follows an option, or None without it."""
+    if option not in words:
+        return None
+    return list(takewhile(lambda word: not str(word).startswith("--"), words[words.index(option) + 1 :]))
 
 
 def _run(command: list) -> None:
@@ -467,13 +484,21 @@ def main(words: list[str] | None = None) -> None:
         parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")
     if (options.samples or 1) > 1 and not options.temperature:
         parser.error("--samples needs --temperature: greedy decoding gives equal solutions")
+    if wide := [w for w in options.train_windows if w > contenders.LARGEST_WINDOW]:
+        parser.error(
+            f"--train-windows {wide[0]} leaves no slots at all compressions: give at most {contenders.LARGEST_WINDOW}"
+        )
     try:
         for kind in options.kinds:
             make_problem(kind, 0, options.test_size)
     except ConfigError as error:
         parser.error(f"--test-size: {error}")
-    problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
     test = {"size": options.test_size, "samples": options.samples, "temperature": options.temperature}
+    test = {name: value for name, value in test.items() if value is not None}
+    if options.tables:
+        write_tables(options.folder, suffix_of(test), options.against)
+        return
+    problems = options.kinds, options.rows, options.jobs, options.size, options.seed, options.untrained
     comparison = Comparison(
         options.folder,
         options.model,
@@ -481,11 +506,8 @@ def main(words: list[str] | None = None) -> None:
         *problems,
         options.train_shares,
         options.trainings,
-        {name: value for name, value in test.items() if value is not None},
+        test,
     )
-    if options.tables:
-        write_tables(comparison.folder, comparison.suffix, options.against)
-        return
     comparison.prepare_calibration()
     comparison.solve_dense()
     windows = [

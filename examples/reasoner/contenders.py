@@ -6,9 +6,12 @@ FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "v
 """Policies that need no training."""
 COMPRESSING = ("snapkv",)
 """Policies that need no training and cannot protect prompts."""
-WINDOWS = 16, 32, 64
 COMPRESSIONS = {4: (2, 4), 8: (6, 8), 16: (12, 16)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
+WINDOWS = {16: (4, 8, 16), 32: (4, 8, 16), 64: (4, 8)}
+"""Windows of training-free policies, each with the compressions at which it leaves slots."""
+LARGEST_WINDOW = 48
+"""Leaves a trained policy slots at all compressions."""
 CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,), 16: (16,)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
 CALIBRATION_ROWS = 32
@@ -17,6 +20,8 @@ SHARES = re.compile(r"shares-\d+-(.*)")
 """Names of records of policies with shares, with the compression at which they were measured and the policy."""
 STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
+WIDE = {STATISTICS: (4,), "vase": (4, 8, 12)}
+"""Policies whose own windows leave slots at some of :data:`CALIBRATED` alone."""
 WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
 """Trained policies that have no shares: gates, and a base that nothing is evicted from."""
 VARIANT = re.compile(
@@ -80,7 +85,11 @@ def training_options(name: str) -> list[str]:
     return options.split() + (["--seed", variant["seed"]] if variant["seed"] else [])
 
 
-def calibrated_at(name: str) -> list[int]:
+def calibrated_at(name: str) -> tuple[int, ...]:
     """Return the compressions at which a policy's shares are measured."""
-    # the window of STATISTICS has 128 tokens, which leave no slot at the others
-    return [min(CALIBRATED)] if name == STATISTICS else list(CALIBRATED)
+    return WIDE.get(name, tuple(CALIBRATED))
+
+
+def all_compressions() -> tuple[int, ...]:
+    """Return the compressions of all tables."""
+    return sum(COMPRESSIONS.values(), ())

@@ -1,6 +1,7 @@
 """Tables of a comparison from its records."""
 
 import csv
+import sys
 from pathlib import Path
 from statistics import fmean
 
@@ -28,6 +29,10 @@ def write_tables(folder: Path, suffix: str, against: str) -> None:
         against: policy that differences are from.
     """
     records, compressions = records_of(folder / f"records{suffix}")
+    if not records:
+        sys.exit(f"{folder / f'records{suffix}'} has no records: name another folder, or leave --tables out")
+    if against not in {record["policy"] for record in records}:
+        print(f"no differences: {against} has no records")
     table, summaries, answers = (
         folder / f"{stem}{suffix}{ending}"
         for stem, ending in (("table", ".md"), ("summary", ".md"), ("answers", ".csv"))
@@ -56,7 +61,7 @@ def records_of(folder: Path) -> tuple[list[dict], dict[int, int]]:
 
     A trained policy has the name of its records.
     """
-    records, dense, compressions = [], set(), {}
+    records, dense, compressions, files = [], set(), {}, {}
     for path in sorted(folder.glob("*.jsonl")):
         if path.name.startswith("windows-"):
             continue
@@ -64,19 +69,29 @@ def records_of(folder: Path) -> tuple[list[dict], dict[int, int]]:
         trained = contenders.VARIANT.fullmatch(shares[1] if shares else path.stem)
         is_trained = trained["policy"] in contenders.TRAINED
         about, of_file = read_records(path)
+        options = about.get("options", {})
         budgets = sorted({record["budget"] for record in of_file if "budget" in record}, reverse=True)
-        compression = dict(zip(budgets, sorted(about["options"]["share"] or ()), strict=bool(budgets)))
+        shares_of_length = sorted(options.get("share") or ())
+        if budgets and len(budgets) != len(shares_of_length):
+            sys.exit(f"{path} does not say by --share what its budgets are: remove it")
+        compression = dict(zip(budgets, shares_of_length, strict=False))
         # without a teacher the dense model of a file is the one that the policy runs in
-        is_own = is_trained and contenders.trains_base(trained["policy"]) and about["options"]["teacher"] is None
+        trains_base = is_trained and contenders.trains_base(trained["policy"])
         for record in of_file:
-            policy = OWN if is_own and record["policy"] == DENSE else record["policy"]
+            is_base = trains_base and options.get("teacher") is None and record["policy"] == DENSE
+            policy = OWN if is_base else record["policy"]
             name = trained["first"] if is_trained or shares else policy
-            name += ", shares" if shares else ""
+            name += ", shares" if shares and not trained["shares"] else ""
             name = {DENSE: DENSE, OWN: f"{trained['first']}, nothing evicted"}.get(policy, name)
             if is_trained and policy != DENSE:
                 record["training"] = int(trained["seed"] or 0)
             if "budget" in record:
                 compressions[record["budget"]] = compression[record["budget"]]
+                setting = name, record.get("training"), record["kind"], record["budget"], record["equal"]
+                if (earlier := files.setdefault(setting, path)) != path:
+                    sys.exit(
+                        f"{path} and {earlier.name} both have {name} at a budget of {record['budget']}: remove one"
+                    )
             else:  # several commands may have solved the problems with a dense model
                 solution = name, record["kind"], record["unit"], record.get("sample"), record.get("training")
                 if solution in dense:

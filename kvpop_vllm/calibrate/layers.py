@@ -250,7 +250,8 @@ class Shrunk(Again):
         """Return the attention ``[V, Hq, Q, D]`` of all variants."""
         group, outs = q.shape[1] // k.shape[1], []
         # once for each size, whatever heads have it
-        by_size = {size: self.attention(self.row, layer, size, scale) for size in {size for _, size in self.chosen}}
+        sizes = dict.fromkeys(size for _, size in self.chosen)
+        by_size = {size: self.attention(self.row, layer, size, scale) for size in sizes}
         for head, size in self.chosen:
             out = by_size[size]
             if head is not None:

@@ -140,12 +140,13 @@ def dry_run(options: Options) -> None:
 def memory(plan: Plan) -> int:
     """Return the bytes that a calibration needs besides weights, about.
 
-    These are the keys and values of a row in all layers, of a batch of variants in one, the inputs of layers with full
-    attention, hidden states of the variants, and logits.
+    These are the keys and values of a row in all layers, of a batch of variants in one, the inputs and the attention of
+    layers with full attention, hidden states of the variants, and logits.
     """
     shape, size = plan.shape, torch.empty((), dtype=plan.dtype).element_size()
     variants = variants_at_once(plan.queries, plan.length)
     layer = 2 * plan.length * shape.num_kv_heads * shape.head_dim * size
     inner = (shape.num_layers + 16 * variants) * plan.queries * (shape.hidden_size or 0) * size
+    inner += shape.num_layers * plan.queries * (shape.num_heads or shape.num_kv_heads) * shape.head_dim * size
     logits = 4 * plan.vocabulary * (max(plan.queries, 2 * plan.length // plan.stride) + 4 * POSITIONS)
     return layer * (shape.model_layers + 2 * variants) + inner + logits

@@ -86,9 +86,8 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)
-    # examples and problems may be answered by the dense model alone
-    if not specs and (options.no_dense or options.task not in ANSWERED):
-        raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    if not specs:
+        _check_dense_alone(options)
     plain = NO_CALIBRATION in (options.calibration or ())
     as_they_are = [spec for spec in specs if policies.get(spec.policy).compresses]  # take no calibration
     uncalibrated = [spec for spec in specs if spec.calibration is None and spec not in as_they_are]
@@ -108,6 +107,15 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     return specs, shapes
+
+
+def _check_dense_alone(options) -> None:
+    """Check that the dense model can be evaluated without policies, and that no option is about these."""
+    if options.no_dense or options.task not in ANSWERED:
+        raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    of_policies = "share", "budget", "sinks", "window", "equal", "allocator", "calibration", "correction", "against"
+    if ignored := [name for name in of_policies if getattr(options, name) not in (None, [])]:
+        raise ConfigError(f"--{ignored[0]} says nothing to the dense model alone: leave it out, or give --policies")
 
 
 def check_evicting(specs: list[PolicySpec]) -> None:

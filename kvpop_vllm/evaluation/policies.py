@@ -259,7 +259,7 @@ def training_free(name: str) -> PolicySpec:
     if cls.scorer_kind is not None:
         raise ConfigError(f"policy {name!r} needs a scorer: give --scorer DIR instead of its name")
     if cls.keeps_all:
-        raise ConfigError(f"policy {name!r} evicts nothing, and dense is compared with anyway: leave it out")
+        raise ConfigError(f"policy {name!r} evicts nothing, as the dense model: leave it out")
     return PolicySpec(name, name)
 
 

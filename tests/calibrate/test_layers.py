@@ -65,8 +65,10 @@ def test_layers_that_see_everything_lose_nothing(replay):
 
 
 def test_a_row_holds_what_runs_again(replay):
-    """Inputs of layers with full attention are held, for the last queries alone; those of other layers are not."""
+    """Inputs and attention of layers with full attention are held, for the last queries alone; of other layers they are not."""
     row, _ = replay
+    attention = [tensor.untyped_storage().nbytes() for tensor in row.outputs]
+    assert attention == [row.queries * row.attended[0][0].shape[1] * row.attended[0][0].shape[3] * 4] * 3
     sizes = [tensor.untyped_storage().nbytes() for tensor in row.inputs]
     assert sizes == [row.queries * row.model.config.hidden_size * 4] * 3
     arguments = [value for options in row.arguments for value in options.values() if isinstance(value, torch.Tensor)]
@@ -96,6 +98,24 @@ def test_a_head_loses_what_masks_say(replay):
             windows = of_all(row)
             windows[1, head] = window
             assert loss == pytest.approx(divergence(row, tokens, windows), rel=1e-3, abs=1e-7) and loss > 1e-7
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 4, 16])
+def test_the_attention_of_each_size_is_taken_once(replay, monkeypatch, at_once):
+    """However few variants run at once."""
+    row, _ = replay
+    monkeypatch.setattr("kvpop_vllm.calibrate.layers.variants_at_once", lambda queries, length: at_once)
+    taken, windowed = [], Windowed(FIRST)
+
+    def counted(row, layer, size, scale):
+        taken.append(size)
+        return windowed(row, layer, size, scale)
+
+    sizes = [30, 4, 17, 9]
+    losses = head_losses(row, 1, counted, sizes)
+    assert taken == sizes
+    monkeypatch.undo()
+    assert losses == [pytest.approx(of_head, rel=1e-4, abs=1e-8) for of_head in head_losses(row, 1, windowed, sizes)]
 
 
 def test_tables_lose_what_masks_say(replay):

@@ -100,12 +100,13 @@ def test_reasoning_from_problems_to_a_table(kvpop):
     assert Path("reasoning/figure.png").exists() and "| programs | 8 |" in Path("reasoning/table.md").read_text()
 
 
-def test_dense_models_are_left_out_on_request(kvpop):
-    """Policies answer as beside them."""
+def test_dense_models_and_policies_apart(kvpop):
+    """They answer as together."""
     words = f"{REASON} --policies h2o --equal k"
     whole, policies = (evaluated(kvpop, f"{words} {option}").records for option in ("", "--no-dense"))
-    assert {r["policy"] for r in policies} == {"h2o"}
-    assert policies == [r for r in whole if r["policy"] != "dense"]
+    dense = evaluated(kvpop, f"{REASON.replace(' --share 2', '')} --policies").records
+    assert {r["policy"] for r in policies} == {"h2o"} and {r["policy"] for r in dense} == {"dense"}
+    assert [r | {"length": 0} for r in dense + policies] == [r | {"length": 0} for r in whole]
 
 
 def test_reasoning_is_repeated_by_its_record(kvpop):

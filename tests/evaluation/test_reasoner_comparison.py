@@ -13,13 +13,15 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import compare
 import contenders
 import train
-from tables import write_tables
+from tables import records_of, write_tables
 
 from kvpop_vllm.calibrate.command import options_of
 from kvpop_vllm.calibrate.plan import Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.cli import main, make_parser
+from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import read_records
+from kvpop_vllm.evaluation.reasoning import make_questions
 from kvpop_vllm.testing import write_random_scorer
 
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
@@ -54,7 +56,7 @@ def small(monkeypatch):
     }
     monkeypatch.setattr(contenders, "TRAINED", trained)
     monkeypatch.setattr(contenders, "FREE", ("h2o", "random"))
-    monkeypatch.setattr(contenders, "WINDOWS", (8,))
+    monkeypatch.setattr(contenders, "WINDOWS", {8: (2,)})
     monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
@@ -118,8 +120,8 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
     for name, unit in (("kvpop", "head"), ("kvpop-window-10", "head"), ("kvpop-frozen-base", "uniform")):
         comparison.cells, ran = {}, []
         for variant in (name, *comparison._with_trained_shares(name)):
-            comparison._expect(variant)
-        for command in comparison._trainings(name, [], 2):
+            comparison._expect(variant, 2)
+        for command in comparison._chain(name, [], 2):
             program, action, *words = map(str, command)
             ran.append((action, words[words.index("--out") + 1].removeprefix(f"{tmp_path}/")))
             if action == "calibrate":
@@ -147,7 +149,7 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         folder.mkdir(parents=True)
         (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
         comparison._calibration = lambda *_: iter(())
-        commands = [list(map(str, command)) for command in comparison._trainings(name, [], 2)]
+        commands = [list(map(str, command)) for command in comparison._chain(name, [], 2)]
         repeated = [command for command in commands if "-seed-" in command[command.index("--out") + 1]]
         seeds = [command[command.index("--seed") + 1] for command in repeated if command[1] == "distill"]
         assert seeds == ["1", "2"]
@@ -162,18 +164,17 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert [command[1] for command in repeated] == ["distill", "eval"] * 2
 
 
-def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path, monkeypatch):
+def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path):
     """Its base answers without a policy too, in the same command, unless it is the dense model."""
-    monkeypatch.setattr(contenders, "COMPRESSIONS", {4: (2, 4), 16: (12, 16)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     folder = comparison.calibrations / "kvpop-12"
     folder.mkdir(parents=True)
     (folder / compare.NAME).write_text(json.dumps({"unit": "head"}))
     shutil.copytree(folder, comparison.calibrations / "kvpop-frozen-base-12")
-    for name, own in (("kvpop-shares-12-seed-1", True), ("kvpop-frozen-base-shares-12", False)):
-        train, solve = (list(map(str, command)) for command in comparison._steps_of(name, [], 9))
-        assert train[1] == "distill" and solve[solve.index("--share") + 1 :][:4] == ["2", "4", "12", "16"]
-        assert Path(solve[-1]).name == f"shares-12-{name}.jsonl" and ("--no-dense" not in solve) == own
+    for name, base_answers in (("kvpop-shares-12-seed-1", True), ("kvpop-frozen-base-shares-12", False)):
+        train, solve = (list(map(str, command)) for command in comparison._training_commands(name, [], 9))
+        assert train[1] == "distill" and solve[solve.index("--share") + 1 :][:6] == ["2", "4", "6", "8", "12", "16"]
+        assert Path(solve[-1]).name == f"shares-12-{name}.jsonl" and ("--no-dense" not in solve) == base_answers
 
 
 def test_trainings_are_summarised_together_and_each(tmp_path):
@@ -234,6 +235,7 @@ def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monk
     [
         (["--samples", "16"], "--samples needs --temperature"),
         (["--temperature", "-1"], "a finite number of at least 0"),
+        (["--train-windows", "64"], "--train-windows 64 leaves no slots at all compressions: give at most 48"),
         (["--test-size", "500"], "--test-size: a problem of kind 'programs' has 1 to"),
     ],
 )
@@ -251,7 +253,7 @@ def test_what_is_trained_is_not_exported_again(tmp_path, small):
     for text, actions in ((None, ["distill", "eval"]), ("{}", ["eval"])):
         if text:
             (tmp_path / "kvpop" / compare.CONFIG_NAME).write_text(text)
-        assert [command[1] for command in comparison._steps_of("kvpop", [], 9)] == actions
+        assert [command[1] for command in comparison._training_commands("kvpop", [], 9)] == actions
 
 
 def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
@@ -268,9 +270,11 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
     monkeypatch.setattr(contenders, "COMPRESSIONS", {4: (2, 4), 8: (6, 8)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
+    shares = {16: (4, 8), 32: (4, 8), 64: (4, 8)}
+    monkeypatch.setattr(contenders, "WINDOWS", shares)
     for window in contenders.WINDOWS:
         lines = [
-            {"run": {"options": OPTIONS | {"rows": 16, "split": "validation"}}},
+            {"run": {"options": OPTIONS | {"rows": 16, "split": "validation", "share": list(shares[window])}}},
             {"policy": "dense", "before_error": 1.0},
         ]
         for (name, c), equal, x in product(best, ("k", "bytes"), (0.1, 0.3)):
@@ -285,7 +289,62 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
     assert comparison.choose_windows() == best
 
 
-def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
+def test_windows_leave_slots(reasoner):
+    """At each compression some training-free window is tried, and those that are trained fit at all."""
+    questions = make_questions(load_tokenizer(reasoner), ["programs", "ledgers"], 8, "test")
+    written = min(question.worked for question in questions)
+    for window, compressions in contenders.WINDOWS.items():
+        assert all(written // c > 4 + window for c in compressions), window
+    assert {c for compressions in contenders.WINDOWS.values() for c in compressions} == {*contenders.COMPRESSIONS}
+    assert written // max(contenders.all_compressions()) > 4 + contenders.LARGEST_WINDOW
+
+
+def record_lines(options: dict, *records: dict) -> str:
+    lines = [{"run": {"options": options}}, *records]
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+def test_records_that_do_not_fit_together_are_refused(tmp_path):
+    """Two files have one setting, a file does not say what its budgets are, or nothing is there."""
+    folder = tmp_path / "records"
+    with pytest.raises(SystemExit, match="records has no records: name another folder"):
+        write_tables(tmp_path, "", "kvpop")
+    assert not folder.exists()
+    folder.mkdir()
+    record = {"policy": "h2o", "budget": 90, "equal": "k", "kind": "programs", "unit": 1, "exact": True}
+    (folder / "at-16-window-16-h2o.jsonl").write_text(record_lines({"share": [12]}, record))
+    assert [line["policy"] for line in records_of(folder)[0]] == ["h2o"]
+    (folder / "at-8-window-32-h2o.jsonl").write_text(record_lines({"share": [12]}, record))
+    with pytest.raises(
+        SystemExit, match="at-8-window-32-h2o.jsonl and at-16-.* both have h2o at a budget of 90: remove"
+    ):
+        records_of(folder)
+    (folder / "at-16-window-16-h2o.jsonl").write_text(record_lines({"budget": [90]}, record))
+    with pytest.raises(SystemExit, match="at-16-.* does not say by --share what its budgets are: remove it"):
+        records_of(folder)
+
+
+def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
+    """Where it was trained and no teacher answered in the file. What is trained with shares is named by these alone."""
+    dense = {"policy": "dense", "kind": "programs", "unit": 1, "exact": True}
+    record = dense | {"policy": "scorer+shares", "budget": 90, "equal": "k"}
+    for stem, teacher in (
+        ("kvpop", "model"),
+        ("kvpop-frozen-base", None),
+        ("shares-12-kvpop-mlp-shares-12-seed-1", None),
+    ):
+        (tmp_path / f"{stem}.jsonl").write_text(record_lines({"share": [12], "teacher": teacher}, dense, record))
+    names = [(line["policy"], line.get("training")) for line in records_of(tmp_path)[0]]
+    assert names == [
+        ("dense", None),
+        ("kvpop-frozen-base", 0),
+        ("kvpop", 0),
+        ("kvpop-mlp-shares-12, nothing evicted", 1),
+        ("kvpop-mlp-shares-12", 1),
+    ]
+
+
+def test_a_summary_takes_all_kinds_together(tmp_path):
     """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
@@ -322,11 +381,19 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "name, value",
-    [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("seed", 1), ("share", [3]), ("protect_prompt", [0])],
+    [
+        ("kinds", ["ledgers"]),
+        ("rows", 9),
+        ("size", 7),
+        ("seed", 1),
+        ("share", [2, 4]),
+        ("protect_prompt", [0]),
+        ("calibration", ["kvpop-4"]),
+    ],
 )
 def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
-    options = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": [2, 4]}
+    options = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": list(contenders.all_compressions())}
     path = comparison.records / "trimkv.jsonl"
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
     path.write_text(json.dumps({"run": {"options": options}}) + "\n")
@@ -426,7 +493,9 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     calibrated = {
         command[command.index("--out") + 1].split("/")[-1]: command for command in ran if "calibrate" in command
     }
-    assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12, 16)}
+    assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12, 16)} - {
+        "vase-16"
+    }
     assert all(command[command.index("--budget") + 2].startswith("--") for command in calibrated.values())
     budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (4, 8, 12, 16)]
     assert budgets == [budgets[0], budgets[0] // 2, budgets[0] // 3, budgets[0] // 4]
@@ -438,7 +507,8 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     solved = [command for command in ran if "eval" in command]
     shared = {Path(c[c.index("--out") + 1]).stem: c for c in solved if "--calibration" in c}
     assert set(shared) == {f"shares-{c}-{name}" for name in ("kvpop-mlp", "tova", "vase") for c in (4, 8, 12, 16)} - {
-        "shares-4-vase"
+        "shares-4-vase",
+        "shares-16-vase",
     }
     for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12"], 16: ["16"]}.items():
         command = shared[f"shares-{c}-tova"]

@@ -83,6 +83,14 @@ def test_positions_before_heads_in_memory():
     check(*turned, priority, **options)
 
 
+@pytest.mark.skipif(INTERPRETED, reason="the reference alone")
+def test_rows_that_are_not_contiguous():
+    options = SHAPES["plain"]
+    *tokens, priority = inputs(**options, coarse=True)
+    spread = (torch.stack([x.detach(), x.detach()], -1).flatten(-2)[..., ::2].requires_grad_() for x in tokens)
+    check(*spread, priority, **options)
+
+
 @settings(max_examples=5 if INTERPRETED else 40, deadline=None, derandomize=True)
 @given(
     length=st.integers(1, 60), sinks=st.integers(0, 4), window=st.integers(1, 12), topk=st.integers(0, 20),

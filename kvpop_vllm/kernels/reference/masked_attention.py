@@ -19,6 +19,7 @@ def masked_attention(q, k, v, visible, scale, bias=None, sink_logits=None):
     Returns:
         Outputs ``[H, G, l, D]`` and natural log-sum-exps ``[H, G, l]``.
     """
+    q, k, v = map(_along_rows, (q, k, v))
     k, v = _of_queries(q, k, v)
     added = _additive(visible, q, bias)
     differentiable = sink_logits is not None and torch.is_grad_enabled() and q.requires_grad
@@ -40,22 +41,27 @@ def masked_attention_backward(grad, q, k, v, out, lse, visible, scale):
         q, k, v, visible, scale: as in :func:`masked_attention`.
         out, lse: what it has returned.
     """
-    grad, q, k, v, out = (high(x) for x in (grad, q, k, v, out))
+    grad, q, k, v, out = (_along_rows(high(x)) for x in (grad, q, k, v, out))
     k, v = _of_queries(q, k, v)
     added = _additive(visible, q)
     if _on_cpu(q):
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         dq, dk, dv = fused(grad, q, k, v, out, lse, 0.0, False, attn_mask=added, scale=scale)
     else:
-        weights = torch.exp((q @ k.transpose(-1, -2)) * scale + added - lse.unsqueeze(-1))
-        dlogits = grad @ v.transpose(-1, -2) - (out * grad).sum(-1, keepdim=True)
-        dlogits = dlogits * weights * scale
+        weights = (q @ k.transpose(-1, -2)).mul_(scale).add_(added).sub_(lse.unsqueeze(-1)).exp_()
+        dlogits = (grad @ v.transpose(-1, -2)).sub_((out * grad).sum(-1, keepdim=True))
+        dlogits = dlogits.mul_(weights).mul_(scale)
         dq, dk, dv = dlogits @ k, dlogits.transpose(-1, -2) @ q, weights.transpose(-1, -2) @ grad
     return dq, dk.sum(1), dv.sum(1)
 
 
 def _on_cpu(q):
     return q.device.type == "cpu"
+
+
+def _along_rows(x):
+    """Return a tensor whose last axis is contiguous, as torch's kernel takes it to be."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _of_queries(q, *of_heads):

@@ -46,9 +46,8 @@ class _SparseAttention(torch.autograd.Function):
         batch, heads, length = k.shape[:3]
         # rows of a batch as heads
         q, out, grad, lse = (x.unflatten(1, (heads, -1)).flatten(0, 1) for x in (q, out, grad, lse))
-        keys, values = k.flatten(0, 1), v.flatten(0, 1)
-        dq = torch.empty_like(q)
-        dk, dv = (torch.zeros_like(high(x)) for x in (keys, values))
+        keys, values = high(k.flatten(0, 1)), high(v.flatten(0, 1))
+        dq, dk, dv = torch.empty_like(q), torch.zeros_like(keys), torch.zeros_like(values)
         for a in range(0, length, BLOCK):
             b = min(a + BLOCK, length)
             mask = visible_block(rank, cutoff, a, b, sinks, window).flatten(0, 1)
