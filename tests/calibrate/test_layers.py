@@ -105,15 +105,15 @@ def test_the_attention_of_each_size_is_taken_once(replay, monkeypatch, at_once):
     """However few variants run at once."""
     row, _ = replay
     monkeypatch.setattr("kvpop_vllm.calibrate.layers.variants_at_once", lambda queries, length: at_once)
-    taken, windowed = [], Windowed(FIRST)
+    sizes_run, windowed = [], Windowed(FIRST)
 
     def counted(row, layer, size, scale):
-        taken.append(size)
+        sizes_run.append(size)
         return windowed(row, layer, size, scale)
 
     sizes = [30, 4, 17, 9]
     losses = head_losses(row, 1, counted, sizes)
-    assert taken == sizes
+    assert sizes_run == sizes
     monkeypatch.undo()
     assert losses == [pytest.approx(of_head, rel=1e-4, abs=1e-8) for of_head in head_losses(row, 1, windowed, sizes)]
 

@@ -103,10 +103,10 @@ def test_reasoning_from_problems_to_a_table(kvpop):
 def test_dense_models_and_policies_apart(kvpop):
     """They answer as together."""
     words = f"{REASON} --policies h2o --equal k"
-    whole, policies = (evaluated(kvpop, f"{words} {option}").records for option in ("", "--no-dense"))
+    together, policies = (evaluated(kvpop, f"{words} {option}").records for option in ("", "--no-dense"))
     dense = evaluated(kvpop, f"{REASON.replace(' --share 2', '')} --policies").records
     assert {r["policy"] for r in policies} == {"h2o"} and {r["policy"] for r in dense} == {"dense"}
-    assert [r | {"length": 0} for r in dense + policies] == [r | {"length": 0} for r in whole]
+    assert [r | {"length": 0} for r in dense + policies] == [r | {"length": 0} for r in together]
 
 
 def test_reasoning_is_repeated_by_its_record(kvpop):

@@ -325,7 +325,7 @@ def test_records_that_do_not_fit_together_are_refused(tmp_path):
 
 
 def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
-    """Where it was trained and no teacher answered in the file. What is trained with shares is named by these alone."""
+    """The base of a policy answers in a file without a teacher. What is trained with shares is named by these alone."""
     dense = {"policy": "dense", "kind": "programs", "unit": 1, "exact": True}
     record = dense | {"policy": "scorer+shares", "budget": 90, "equal": "k"}
     for stem, teacher in (

@@ -52,9 +52,9 @@ class _SparseAttention(torch.autograd.Function):
             b = min(a + BLOCK, length)
             mask = visible_block(rank, cutoff, a, b, sinks, window).flatten(0, 1)
             rows = (x[:, :, a:b] for x in (grad, q))
-            seen = (x[:, :b] for x in (keys, values))
+            past = (x[:, :b] for x in (keys, values))
             results = (x[:, :, a:b] for x in (out, lse))
-            dq[:, :, a:b], of_keys, of_values = masked_attention_backward(*rows, *seen, *results, mask, scale)
+            dq[:, :, a:b], of_keys, of_values = masked_attention_backward(*rows, *past, *results, mask, scale)
             dk[:, :b] += of_keys
             dv[:, :b] += of_values
         dq = dq.unflatten(0, (batch, heads)).flatten(1, 2)
