@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,10 @@ class Choice(NamedTuple):
 
 
 EQUAL = "equal"
+SEARCH = "search"
+"""Name of the rows that shares are searched on."""
+DENSE_BYTES = 1 << 28
+"""Most bytes of the dense predictions of the rows of a search that are kept."""
 
 
 class Passes:
@@ -62,6 +67,7 @@ class Passes:
         self.model, self.shape, self.specs, self.protect = model, shape, specs, protect
         self.stride, self.records = stride, records
         self.tables: dict[str, torch.Tensor] = {}
+        self._dense: dict[int, tuple[torch.Tensor, float]] = {}
 
     def resolve(self, choice: Choice, prompt: int = 0) -> ResolvedPolicy:
         """Return the policy of a choice for rows with a prompt of so many tokens."""
@@ -87,21 +93,26 @@ class Passes:
             ``kl``, KL(dense || policy) in nats per token, and ``prefill``, CPU time of the pass over that of the dense model.
         """
         measured: list[list[dict]] = [[] for _ in choices]
+        # many rows have prompts of one length
+        resolve = cache(self.resolve)
         for number, (tokens, prompt) in enumerate(rows):
-            exact = None
+            exact = self._dense.get(number) if side == SEARCH else None
             for values, choice in zip(measured, choices, strict=True):
                 key = [side, number, *choice]
                 if key not in self.records:
                     # once for all choices of a row, and not at all if every one is measured
                     exact = exact or self._log_probabilities(tokens, prompt, Dense())
-                    self.records.put(key, self._against(exact, tokens, prompt, choice))
+                    # a search comes back to its rows, and reports no times
+                    if side == SEARCH and len(rows) * exact[0].nbytes <= DENSE_BYTES:
+                        self._dense[number] = exact
+                    self.records.put(key, self._against(exact, tokens, prompt, resolve(choice, prompt)))
                     tick()
                 values.append(self.records[key])
         return measured
 
-    def _against(self, exact: tuple, tokens: torch.Tensor, prompt: int, choice: Choice) -> dict:
-        """Return the measurement of a row under a choice."""
-        inexact, seconds = self._log_probabilities(tokens, prompt, Served(self.resolve(choice, prompt)))
+    def _against(self, exact: tuple, tokens: torch.Tensor, prompt: int, policy: ResolvedPolicy) -> dict:
+        """Return the measurement of a row under a policy."""
+        inexact, seconds = self._log_probabilities(tokens, prompt, Served(policy))
         losses = F.kl_div(inexact, exact[0], reduction="none", log_target=True).sum(-1)
         return {"kl": float(losses.double().mean()), "prefill": seconds / exact[1]}
 

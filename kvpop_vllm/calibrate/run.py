@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.calibrate.layers import POSITIONS, layer_losses, variants_at_once
-from kvpop_vllm.calibrate.passes import EQUAL, Passes
+from kvpop_vllm.calibrate.passes import DENSE_BYTES, EQUAL, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
@@ -141,7 +141,7 @@ def memory(plan: Plan) -> int:
     """Return the bytes that a calibration needs besides weights, about.
 
     These are the keys and values of a row in all layers, of a batch of variants in one, the inputs and the attention of
-    layers with full attention, hidden states of the variants, and logits.
+    layers with full attention, hidden states of the variants, logits, and dense predictions of the rows of a search.
     """
     shape, size = plan.shape, torch.empty((), dtype=plan.dtype).element_size()
     variants = variants_at_once(plan.queries, plan.length)
@@ -149,4 +149,4 @@ def memory(plan: Plan) -> int:
     inner = (shape.num_layers + 16 * variants) * plan.queries * (shape.hidden_size or 0) * size
     inner += shape.num_layers * plan.queries * (shape.num_heads or shape.num_kv_heads) * shape.head_dim * size
     logits = 4 * plan.vocabulary * (max(plan.queries, 2 * plan.length // plan.stride) + 4 * POSITIONS)
-    return layer * (shape.model_layers + 2 * variants) + inner + logits
+    return layer * (shape.model_layers + 2 * variants) + inner + logits + DENSE_BYTES

@@ -10,7 +10,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
-from kvpop_vllm.calibrate.passes import EQUAL, Choice, Passes
+from kvpop_vllm.calibrate.passes import EQUAL, SEARCH, Choice, Passes
 from kvpop_vllm.calibrate.plan import FACTORS, PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
@@ -269,7 +269,7 @@ class Stages:
 
     def _kl(self, choices: list[Choice]) -> list[float]:
         """Return the divergence of measured rows under choices, means over rows."""
-        measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
+        measured = self._over(SEARCH, self.plan.text.measured[: self.plan.searched], choices)
         return [fmean(record["kl"] for record in records) for records in measured]
 
     def _equal(self, budget: int, prompt: int = 0) -> ResolvedPolicy:
@@ -314,7 +314,7 @@ class Stages:
             if name == PROBE or spec.scorer or table == EQUAL:
                 continue
             choices = [self._choice_of(name, budget, part, table) for part in WINDOWS]
-            measured = self._over("search", self.plan.text.measured[: self.plan.searched], choices)
+            measured = self._over(SEARCH, self.plan.text.measured[: self.plan.searched], choices)
             means = [fmean(record["kl"] for record in records) for records in measured]
             best[name] = WINDOWS[means.index(min(means))]
         return best
