@@ -10,7 +10,7 @@ on. Problems, records and calibrations of other problems, models, scorers or set
 
 With --train-shares 12 each scorer is trained a second time, from the start, with the shares that were found for the
 first one at 12 times, which it then has at all budgets; --train-windows 32 trains each once more with a window of 32
-tokens and as many slots in all. --trainings 3 trains each policy, as it was trained last, with two more seeds; its shares
+tokens and as many slots in all. --trainings 3 trains each scorer, as it was trained last, with two more seeds; its shares
 are those of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
 command, as soon as one of each kind has been timed.
 
@@ -64,8 +64,8 @@ class Comparison:
         size: steps of a problem, None for the kinds' own.
         seed: other seeds have other test problems.
         untrained: names of training-free policies, of :data:`contenders.FREE`.
-        shares: compressions whose shares trained policies are trained with a second time.
-        trainings: how often each policy, as it is trained last, is trained, each time with another seed.
+        shares: compressions whose shares scorers are trained with a second time.
+        trainings: how often each scorer, as it is trained last, is trained, each time with another seed.
         test: options of `kvpop eval` for the test problems alone, by name; a size takes the place of ``size``.
 
     Attributes:
@@ -219,11 +219,11 @@ class Comparison:
 
     def _with_trained_shares(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with shares."""
-        return [f"{name}-shares-{c}" for c in self.shares] if contenders.takes_shares(name) and self.protect else []
+        return [f"{name}-shares-{c}" for c in self.shares] if contenders.has_scorer(name) and self.protect else []
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
-        return [f"{name}-seed-{seed}" for seed in range(1, self.trainings)]
+        return [f"{name}-seed-{seed}" for seed in range(1, self.trainings if contenders.has_scorer(name) else 1)]
 
     def _expect(self, name: str, steps: int) -> None:
         """Note the commands of a trained policy."""
@@ -456,7 +456,7 @@ def main(words: list[str] | None = None) -> None:
     parser.add_argument("--test-size", type=positive, help="steps of a test problem (default: --size)")
     parser.add_argument("--samples", type=positive, help="solutions of each test problem (default: 1)")
     parser.add_argument("--temperature", type=temperature, help="of sampling test solutions (default: 0, greedy)")
-    parser.add_argument("--trainings", type=positive, default=1, help="seeds that each policy is trained with")
+    parser.add_argument("--trainings", type=positive, default=1, help="seeds that each scorer is trained with")
     parser.add_argument("--seed", type=int, default=0, help="of the test problems (default: 0)")
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument(

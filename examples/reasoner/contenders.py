@@ -65,6 +65,11 @@ def takes_shares(name: str) -> bool:
     return VARIANT.fullmatch(name)["policy"] not in WITHOUT_SHARES
 
 
+def has_scorer(name: str) -> bool:
+    """Return whether a trained policy, of any window, is a scorer. Gates have a recipe, and bases alone a phase."""
+    return not {"--recipe", "--phase"} & {*training_options(name)}
+
+
 def trains_base(name: str) -> bool:
     """Return whether the base model is trained with a policy, of any window."""
     return bool({"--train-base", "--phase"} & {*training_options(name)})

@@ -164,6 +164,14 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert [command[1] for command in repeated] == ["distill", "eval"] * 2
 
 
+def test_scorers_alone_are_trained_again(tmp_path):
+    """With shares and with further seeds: gates and bases are trained once."""
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, shares=(12,), trainings=2)
+    again = {name for name in contenders.TRAINED if comparison._with_trained_shares(name)}
+    assert again == {name for name in contenders.TRAINED if comparison._with_other_seeds(name)}
+    assert {*contenders.TRAINED} - again == {"streaming-plus", "trimkv", "dms", "dense-longer"}
+
+
 def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path):
     """Its base answers without a policy too, in the same command, unless it is the dense model."""
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
