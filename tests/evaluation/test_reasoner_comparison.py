@@ -521,7 +521,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12"], 16: ["16"]}.items():
         command = shared[f"shares-{c}-tova"]
         assert command[command.index("--calibration") + 1].endswith(f"tova-{c}")
-        assert command[command.index("--share") + 1 : command.index("--rows")] == used
+        assert command[command.index("--share") + 1 : command.index("--no-dense")] == used
     equal = next(c for c in solved if c[-1].endswith("records/kvpop-mlp.jsonl"))
     assert equal[equal.index("--allocator") + 1] == "uniform"
     before = len([command for command in ran if "calibrate" in command])
