@@ -443,8 +443,8 @@ def _run(command: list) -> None:
         sys.exit(f"{program} {words[0]} failed: see above")
 
 
-def main(words: list[str] | None = None) -> None:
-    """Make what is not there yet."""
+def options_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, default=HERE / "model", help="the reasoner (default: the shipped one)")
@@ -479,6 +479,12 @@ def main(words: list[str] | None = None) -> None:
     )
     parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
     parser.add_argument("--tables", action="store_true", help="write the tables of the records that are there, no more")
+    return parser
+
+
+def main(words: list[str] | None = None) -> None:
+    """Make what is not there yet."""
+    parser = options_parser()
     options = parser.parse_args(words)
     if options.train_shares and not options.protect_prompt:
         parser.error("--train-shares needs protected prompts, with which shares are measured: leave one out")

@@ -111,5 +111,5 @@ def test_dense_models_and_policies_apart(kvpop):
 
 def test_reasoning_is_repeated_by_its_record(kvpop):
     words = f"{REASON} --policies h2o --temperature 0.7 --requests 3"
-    one, other = (evaluated(kvpop, words).records for _ in "ab")
-    assert one == other and one != evaluated(kvpop, f"{words} --seed 1").records
+    first, second = (evaluated(kvpop, words).records for _ in "ab")
+    assert first == second and first != evaluated(kvpop, f"{words} --seed 1").records
