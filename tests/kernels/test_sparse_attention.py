@@ -69,11 +69,12 @@ def test_equals_the_definition(shape, dtype):
     check(*inputs(**SHAPES[shape], dtype=dtype), **SHAPES[shape])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the reference alone")
-@pytest.mark.parametrize("shape", ["plain", "blocks"])
-def test_devices_without_the_fused_kernel_of_cpus(shape, monkeypatch):
-    monkeypatch.setattr("kvpop_vllm.kernels.reference.masked_attention._on_cpu", lambda q: False)
-    check(*inputs(**SHAPES[shape]), **SHAPES[shape])
+if not INTERPRETED:  # of the reference
+
+    @pytest.mark.parametrize("shape", ["plain", "blocks"])
+    def test_devices_without_the_fused_kernel_of_cpus(shape, monkeypatch):
+        monkeypatch.setattr("kvpop_vllm.kernels.reference.masked_attention._on_cpu", lambda q: False)
+        check(*inputs(**SHAPES[shape]), **SHAPES[shape])
 
 
 def test_positions_before_heads_in_memory():
@@ -83,7 +84,6 @@ def test_positions_before_heads_in_memory():
     check(*turned, priority, **options)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the reference alone")
 def test_rows_that_are_not_contiguous():
     options = SHAPES["plain"]
     *tokens, priority = inputs(**options, coarse=True)
