@@ -9,8 +9,9 @@ that were found; and writes runs/summary.md (all kinds together), runs/table.md 
 on. Problems, records and calibrations of other problems, models, scorers or settings are refused.
 
 With --train-shares 12 each scorer is trained a second time, from the start, with the shares that were found for the
-first one at 12 times, which it then has at all budgets; --train-windows 32 trains each once more with a window of 32
-tokens and as many slots in all. --trainings 3 trains each scorer, as it was trained last, with two more seeds; its shares
+first one at 12 times, which it then has at all budgets; with --calibrations of an earlier comparison it is trained with
+these at once, and not a first time. --train-windows 32 trains each once more with a window of 32 tokens and as many slots
+in all. --trainings 3 trains each scorer, as it was trained last, with two more seeds; its shares
 are those of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
 command, as soon as one of each kind has been timed.
 
@@ -67,6 +68,7 @@ class Comparison:
         shares: compressions whose shares scorers are trained with a second time.
         trainings: how often each scorer, as it is trained last, is trained, each time with another seed.
         test: options of `kvpop eval` for the test problems alone, by name; a size takes the place of ``size``.
+        calibrations: folder of an earlier comparison's calibrations, whose shares are taken as they are, or None.
 
     Attributes:
         seconds: how long commands took, by the name of their action.
@@ -87,6 +89,7 @@ class Comparison:
         shares: Iterable[int] = (),
         trainings: int = 1,
         test: dict[str, float] | None = None,
+        calibrations: Path | None = None,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.seed, self.untrained, self.shares = seed, tuple(untrained), tuple(shares)
@@ -95,7 +98,8 @@ class Comparison:
         self.kinds, self.size, self.trainings, self.test = kinds, size, trainings, test or {}
         self.suffix = suffix_of(self.test)
         self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
-        self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
+        self.validation, self.calibrations = folder / "validation.jsonl", calibrations or folder / "calibrations"
+        self.has_earlier_shares = calibrations is not None
         # windows are chosen once, whatever the test problems are
         self.windows = folder / "records"
         for records in (self.records, self.windows):
@@ -152,6 +156,8 @@ class Comparison:
         if not (out / NAME).exists():
             yield command
             return
+        if self.has_earlier_shares:
+            return
         try:
             plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
             keys = differing(out, plan.settings)
@@ -187,14 +193,19 @@ class Comparison:
         for measured, used in measured_at.items():
             folder = self.calibrations / f"{variant['plain']}-{measured}"
             out = self._shared(name, measured)
-            path = folder / NAME
-            if not path.exists() or json.loads(path.read_text())["unit"] == UNITS[0]:
+            if not self._has_shares(folder):
                 self.cells.pop(out, None)
                 continue
             shares = [*words, "--calibration", folder, "--share", *used]
             if not self._has(out, shares, self.rows):
                 shares += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
                 yield self._evaluation(out, [*shares, "--rows", self.rows])
+
+    @staticmethod
+    def _has_shares(folder: Path) -> bool:
+        """Return whether a calibration found shares that are better than equal ones."""
+        path = folder / NAME
+        return path.exists() and json.loads(path.read_text())["unit"] != UNITS[0]
 
     def _shared(self, name: str, compression: int) -> Path:
         """Return the file of the records of a policy with the shares that were found at a compression."""
@@ -210,16 +221,19 @@ class Comparison:
         common = ["--model", self.model, "--data", self.problems, *contenders.COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
         names = list(names)
-        variants = [name for base in names for name in (base, *self._with_trained_shares(base))]
+        variants = [variant for name in names for variant in self._variants(name)]
         if self.trainings > 1 or not all(self._solved(name).exists() for name in variants):
             self._prepare()
         for name in variants:
             self._expect(name, steps)
         self._all(self._chain(name, common, steps) for name in names)
 
-    def _with_trained_shares(self, name: str) -> list[str]:
-        """Return the names under which a policy is trained with shares."""
-        return [f"{name}-shares-{c}" for c in self.shares] if contenders.has_scorer(name) and self.protect else []
+    def _variants(self, name: str) -> list[str]:
+        """Return the names under which a policy is trained: with equal shares, unless others were found earlier, and with others."""
+        if not (self.shares and contenders.has_scorer(name) and self.protect):
+            return [name]
+        with_shares = [f"{name}-shares-{c}" for c in self.shares]
+        return with_shares if self.has_earlier_shares else [name, *with_shares]
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
@@ -248,17 +262,24 @@ class Comparison:
 
         Where no shares were better than equal ones there is nothing to train with. What was trained last is trained with
         other seeds.
+
+        Raises:
+            SystemExit: an earlier comparison has no shares for it.
         """
-        yield from self._training_commands(name, common, steps)
         final, options = name, common
-        for variant, c in zip(self._with_trained_shares(name), self.shares, strict=False):
-            source = self.calibrations / f"{name}-{c}"
-            if json.loads((source / NAME).read_text())["unit"] == UNITS[0]:
-                for out in [out for out in list(self.cells) if variant in out.name]:
-                    self.cells.pop(out, None)
-            else:
-                final, options = variant, [*common, "--shares", source]
-                yield from self._training_commands(final, options, steps)
+        for variant in self._variants(name):
+            if shares := contenders.VARIANT.fullmatch(variant)["shares"]:
+                source = self.calibrations / f"{name}-{shares}"
+                if self._has_shares(source):
+                    options = [*common, "--shares", source]
+                elif self.has_earlier_shares:
+                    sys.exit(f"{source} has no shares that are better than equal ones: leave --train-shares or {name} out")
+                else:
+                    for out in [out for out in list(self.cells) if variant in out.name]:
+                        self.cells.pop(out, None)
+                    continue
+            final = variant
+            yield from self._training_commands(final, options, steps)
         for repeated in self._with_other_seeds(final):
             self._expect(repeated, steps)
             yield from self._training_commands(repeated, options, steps)
@@ -472,6 +493,12 @@ def options_parser() -> argparse.ArgumentParser:
         help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.CALIBRATED))} (default: do not)",
     )
     parser.add_argument(
+        "--calibrations",
+        type=Path,
+        metavar="DIR",
+        help="calibrations of an earlier comparison, of which shares are taken; what it lacks is measured there",
+    )
+    parser.add_argument(
         "--train-windows", type=positive, nargs="*", default=[], metavar="W", help="train once more with these windows"
     )
     parser.add_argument(
@@ -513,6 +540,7 @@ def main(words: list[str] | None = None) -> None:
         options.train_shares,
         options.trainings,
         test,
+        options.calibrations,
     )
     comparison.prepare_calibration()
     comparison.solve_dense()

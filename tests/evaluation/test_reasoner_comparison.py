@@ -119,7 +119,7 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
     comparison.prepare_calibration()
     for name, unit in (("kvpop", "head"), ("kvpop-window-10", "head"), ("kvpop-frozen-base", "uniform")):
         comparison.cells, ran = {}, []
-        for variant in (name, *comparison._with_trained_shares(name)):
+        for variant in comparison._variants(name):
             comparison._expect(variant, 2)
         for command in comparison._chain(name, [], 2):
             program, action, *words = map(str, command)
@@ -164,10 +164,32 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert [command[1] for command in repeated] == ["distill", "eval"] * 2
 
 
+def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reasoner, small):
+    """They are not judged by settings, and what has none is refused. What is no scorer is trained as without them."""
+    earlier = tmp_path / "earlier"
+    comparison = compare.Comparison(
+        tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, calibrations=earlier
+    )
+    for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
+        (earlier / f"{name}-2").mkdir(parents=True)
+        (earlier / f"{name}-2" / compare.NAME).write_text(json.dumps({"unit": unit}))
+    comparison.prepare_calibration()
+    commands = [list(map(str, command)) for command in comparison._chain("kvpop", [], 2)]
+    outs = [Path(command[command.index("--out") + 1]).stem for command in commands]
+    trained = ["kvpop-shares-2", "kvpop-shares-2-seed-1"]
+    assert outs == [trained[0], f"shares-2-{trained[0]}", trained[1], f"shares-2-{trained[1]}"]
+    for train, solve in (commands[:2], commands[2:]):
+        assert train[train.index("--shares") + 1] == solve[solve.index("--calibration") + 1] == str(earlier / "kvpop-2")
+    assert [command[1] for command in comparison._chain("streaming-plus", [], 2)] == ["distill", "calibrate", "eval"]
+    assert not list(comparison._calibration("kvpop", 2, [reasoner, "--scorer", tmp_path]))
+    with pytest.raises(SystemExit, match="kvpop-frozen-base-2 has no shares that are better than equal ones"):
+        list(comparison._chain("kvpop-frozen-base", [], 2))
+
+
 def test_scorers_alone_are_trained_again(tmp_path):
     """With shares and with further seeds: gates and bases are trained once."""
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, shares=(12,), trainings=2)
-    again = {name for name in contenders.TRAINED if comparison._with_trained_shares(name)}
+    again = {name for name in contenders.TRAINED if comparison._variants(name) != [name]}
     assert again == {name for name in contenders.TRAINED if comparison._with_other_seeds(name)}
     assert {*contenders.TRAINED} - again == {"streaming-plus", "trimkv", "dms", "dense-longer"}
 
