@@ -273,7 +273,9 @@ class Comparison:
                 if self._has_shares(source):
                     options = [*common, "--shares", source]
                 elif self.has_earlier_shares:
-                    sys.exit(f"{source} has no shares that are better than equal ones: leave --train-shares or {name} out")
+                    sys.exit(
+                        f"{source} has no shares that are better than equal ones: leave --train-shares or {name} out"
+                    )
                 else:
                     for out in [out for out in list(self.cells) if variant in out.name]:
                         self.cells.pop(out, None)

@@ -178,8 +178,9 @@ def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reas
     outs = [Path(command[command.index("--out") + 1]).stem for command in commands]
     trained = ["kvpop-shares-2", "kvpop-shares-2-seed-1"]
     assert outs == [trained[0], f"shares-2-{trained[0]}", trained[1], f"shares-2-{trained[1]}"]
-    for train, solve in (commands[:2], commands[2:]):
-        assert train[train.index("--shares") + 1] == solve[solve.index("--calibration") + 1] == str(earlier / "kvpop-2")
+    for train_command, solve in (commands[:2], commands[2:]):
+        sources = train_command[train_command.index("--shares") + 1], solve[solve.index("--calibration") + 1]
+        assert sources == (str(earlier / "kvpop-2"),) * 2
     assert [command[1] for command in comparison._chain("streaming-plus", [], 2)] == ["distill", "calibrate", "eval"]
     assert not list(comparison._calibration("kvpop", 2, [reasoner, "--scorer", tmp_path]))
     with pytest.raises(SystemExit, match="kvpop-frozen-base-2 has no shares that are better than equal ones"):
