@@ -15,6 +15,7 @@ from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoni
 MEASURES = {
     "exact": "exact answers",
     "before_error": "share of a solution before its first error",
+    "of dense": "exact answers over those of the dense model",
     "fewer bytes": "bytes of a dense request over those of a request, prompts included",
 }
 """Measures of the summary."""

@@ -399,6 +399,8 @@ def test_a_summary_takes_all_kinds_together(tmp_path):
     assert [cell.split()[0] for cell in rows[2][3:]] == ["0.38", "0.06"]  # 6 and 1 of 16
     assert [cell.split()[0] for cell in rows[3][3:]] == ["0.12", "0.00"]
     assert "| tova | k |  | 0.56 (" in before
+    of_dense = before.split("Exact answers over those of the dense model")[1].split("Bytes")[0]
+    assert "| h2o | k | 0.38 (" in of_dense and "| dense |" not in of_dense
     assert "| tova | k | -0.25 (" in difference and "| h2o |" not in difference and "dense" not in difference
     heading, dense, *answers = (tmp_path / "answers.csv").read_text().splitlines()
     assert heading == "policy,equal,compression,problems,exact,low,high" and dense.startswith("dense,,1,16,1.0000,")
