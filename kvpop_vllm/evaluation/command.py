@@ -194,7 +194,7 @@ def _add_settings(command) -> None:
         default=4,
         help="rows of text, documents, or examples of each kind (default 4; intervals need 8, a figure to quote 16)",
     )
-    add("--seed", type=int, default=0)
+    add("--seed", type=int, default=0, help="of problems, prompts, the order of the text, and draws (default 0)")
     add("--dtype", choices=DTYPES["cpu"], default="bfloat16")
     add(
         "--equal",

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Run, Sampling
 from kvpop_vllm.evaluation.examples import prompt_ids
-from kvpop_vllm.evaluation.problems import SEEDS, Problem, judge, make_problem
+from kvpop_vllm.evaluation.problems import DRAW, SEEDS, Problem, judge, make_problem
 
 MEASURES = ("exact", "right", "before_error", "answered", "written")
 ROOM = 1.1
@@ -30,8 +30,10 @@ class Question(NamedTuple):
     worked: int
 
 
-def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size: int | None = None) -> list[Question]:
-    """Return the first ``count`` problems of each kind of a split.
+def make_questions(
+    tokenizer, kinds: Sequence[str], count: int, split: str, size: int | None = None, seed: int = 0
+) -> list[Question]:
+    """Return the first ``count`` problems of each kind of a split's draw.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -39,13 +41,17 @@ def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size
         count: number of problems of each kind.
         split: see :data:`kvpop_vllm.evaluation.problems.SEEDS`.
         size: steps of each problem, None for the kind's default.
+        seed: number of the draw. Draws share no problem.
     """
     if split not in SEEDS:
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
+    draws = len(SEEDS[split]) // DRAW
+    if count > DRAW or not 0 <= seed < draws:
+        raise ConfigError(f"problems have seeds 0 to {draws - 1} and at most {DRAW} --rows: lower --seed or --rows")
     questions = []
     for kind in kinds:
-        for seed in SEEDS[split][:count]:
-            problem = make_problem(kind, seed, size)
+        for number in SEEDS[split][seed * DRAW :][:count]:
+            problem = make_problem(kind, number, size)
             worked = tokenizer(problem.solution, add_special_tokens=False, verbose=False)["input_ids"]
             if tokenizer.decode(worked).split() != problem.solution.split():
                 raise ConfigError("the model's tokenizer cannot write the solutions: choose another model")

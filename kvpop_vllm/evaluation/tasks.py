@@ -306,7 +306,9 @@ def _questions(options) -> tuple[list[reasoning.Question], dict]:
     Sets ``options.length`` if it is not given.
     """
     tokenizer = load_tokenizer(options.model)
-    questions = reasoning.make_questions(tokenizer, options.kinds, options.rows, options.split, options.size)
+    questions = reasoning.make_questions(
+        tokenizer, options.kinds, options.rows, options.split, options.size, options.seed
+    )
     prompt, worked = max(len(q.prompt) for q in questions), max(q.worked for q in questions)
     options.length = options.length or [prompt + int(reasoning.ROOM * worked)]
     if len(options.length) > 1:

@@ -56,6 +56,21 @@ def test_solutions_are_judged(tokenizer):
     assert not any(r["answered"] or r["exact"] for r in cut) and all(r["before_error"] < 0.5 for r in cut)
 
 
+def test_draws_share_no_problem(tokenizer):
+    """The seed of `kvpop eval` has problems of its own, in every split."""
+    drawn = {
+        (split, seed): {
+            question.problem.prompt for question in make_questions(tokenizer, ["programs"], 6, split, 2, seed)
+        }
+        for split in ("test", "validation")
+        for seed in (0, 1, 9090)
+    }
+    assert all(len(prompts) == 6 for prompts in drawn.values()) and len(set.union(*drawn.values())) == 36
+    for seed, count in ((-1, 2), (100_000, 2), (0, 10_001)):
+        with pytest.raises(ConfigError, match="seeds 0 to 99999 and at most 10000 --rows: lower --seed or --rows"):
+            make_questions(tokenizer, ["programs"], count, "test", 2, seed)
+
+
 def test_samples_have_seeds_of_their_own(tokenizer):
     questions = make_questions(tokenizer, ["programs"], 4, "validation", 2)
     options = {"samples": 3, "sampling": Sampling(0.6, 0.95), "batch": 5}
