@@ -9,9 +9,9 @@ that were found; and writes runs/summary.md (all kinds together), runs/table.md 
 on. Problems, records and calibrations of other problems, models, scorers or settings are refused.
 
 With --train-shares 12 each scorer is trained a second time, from the start, with the shares that were found for the
-first one at 12 times, which it then has at all budgets; with --calibrations of an earlier comparison it is trained with
-these at once, and not a first time. --train-windows 32 trains each once more with a window of 32 tokens and as many slots
-in all. --trainings 3 trains each scorer, as it was trained last, with two more seeds; its shares
+first one at 12 times, which it then has at all budgets; with --calibrations of an earlier comparison each scorer is trained
+only once, with the shares that were found there. --train-windows 32 trains each once more with a window of 32 tokens and as
+many slots in all. --trainings 3 trains each scorer, as it was trained last, with two more seeds; its shares
 are those of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
 command, as soon as one of each kind has been timed.
 
@@ -43,6 +43,7 @@ from kvpop_vllm.calibration.shares import NAME, UNITS
 from kvpop_vllm.cli import make_parser
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.shares import read_shares
 from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.evaluation.problems import KINDS, make_problem
 from kvpop_vllm.evaluation.runner import DENSE
@@ -68,7 +69,7 @@ class Comparison:
         shares: compressions whose shares scorers are trained with a second time.
         trainings: how often each scorer, as it is trained last, is trained, each time with another seed.
         test: options of `kvpop eval` for the test problems alone, by name; a size takes the place of ``size``.
-        calibrations: folder of an earlier comparison's calibrations, whose shares are taken as they are, or None.
+        earlier: folder of an earlier comparison's calibrations, with whose shares scorers are trained, or None.
 
     Attributes:
         seconds: how long commands took, by the name of their action.
@@ -89,7 +90,7 @@ class Comparison:
         shares: Iterable[int] = (),
         trainings: int = 1,
         test: dict[str, float] | None = None,
-        calibrations: Path | None = None,
+        earlier: Path | None = None,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.seed, self.untrained, self.shares = seed, tuple(untrained), tuple(shares)
@@ -98,8 +99,8 @@ class Comparison:
         self.kinds, self.size, self.trainings, self.test = kinds, size, trainings, test or {}
         self.suffix = suffix_of(self.test)
         self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
-        self.validation, self.calibrations = folder / "validation.jsonl", calibrations or folder / "calibrations"
-        self.has_earlier_shares = calibrations is not None
+        self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
+        self.earlier = earlier
         # windows are chosen once, whatever the test problems are
         self.windows = folder / "records"
         for records in (self.records, self.windows):
@@ -139,9 +140,9 @@ class Comparison:
         Raises:
             SystemExit: shares that were measured with something else are there.
         """
-        out = self.calibrations / f"{name}-{compression}"
         if not self.protect or not contenders.takes_shares(name):
             return
+        out = self.calibrations / f"{name}-{compression}"
         tokenizer = load_tokenizer(self.model)
         problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
         prompts, lengths = (
@@ -155,8 +156,6 @@ class Comparison:
         command = ["kvpop", "calibrate", *words, "--out", out, *fixed]
         if not (out / NAME).exists():
             yield command
-            return
-        if self.has_earlier_shares:
             return
         try:
             plan = Plan(options_of(make_parser().parse_args(list(map(str, command[1:])))))
@@ -191,7 +190,7 @@ class Comparison:
         if variant["shares"]:
             measured_at = {int(variant["shares"]): contenders.all_compressions()}
         for measured, used in measured_at.items():
-            folder = self.calibrations / f"{variant['plain']}-{measured}"
+            folder = self._source(name) if variant["shares"] else self.calibrations / f"{name}-{measured}"
             out = self._shared(name, measured)
             if not self._has_shares(folder):
                 self.cells.pop(out, None)
@@ -206,6 +205,11 @@ class Comparison:
         """Return whether a calibration found shares that are better than equal ones."""
         path = folder / NAME
         return path.exists() and json.loads(path.read_text())["unit"] != UNITS[0]
+
+    def _source(self, name: str) -> Path:
+        """Return the folder of the shares that a policy of this name is trained with."""
+        variant = contenders.VARIANT.fullmatch(name)
+        return (self.earlier or self.calibrations) / f"{variant['plain']}-{variant['shares']}"
 
     def _shared(self, name: str, compression: int) -> Path:
         """Return the file of the records of a policy with the shares that were found at a compression."""
@@ -222,6 +226,7 @@ class Comparison:
         common += ["--protect-prompt"] * self.protect
         names = list(names)
         variants = [variant for name in names for variant in self._variants(name)]
+        self._check_shares(variants)
         if self.trainings > 1 or not all(self._solved(name).exists() for name in variants):
             self._prepare()
         for name in variants:
@@ -229,15 +234,37 @@ class Comparison:
         self._all(self._chain(name, common, steps) for name in names)
 
     def _variants(self, name: str) -> list[str]:
-        """Return the names under which a policy is trained: with equal shares, unless others were found earlier, and with others."""
-        if not (self.shares and contenders.has_scorer(name) and self.protect):
+        """Return the names under which a policy is trained with its first seed.
+
+        The first has equal shares, unless an earlier comparison has others.
+        """
+        if not (self.shares and contenders.is_scorer(name) and self.protect):
             return [name]
         with_shares = [f"{name}-shares-{c}" for c in self.shares]
-        return with_shares if self.has_earlier_shares else [name, *with_shares]
+        return with_shares if self.earlier else [name, *with_shares]
+
+    def _check_shares(self, variants: Iterable[str]) -> None:
+        """Check the shares that policies are to be trained with, and have been trained with.
+
+        Raises:
+            SystemExit: an earlier comparison has none, or a policy has been trained with others.
+        """
+        for variant in variants:
+            if not contenders.VARIANT.fullmatch(variant)["shares"]:
+                continue
+            source = self._source(variant)
+            if self.earlier and not self._has_shares(source):
+                state = "has no shares that are better than equal ones" if source.exists() else "is not there"
+                sys.exit(f"{source} {state}: leave --calibrations out, or train other policies (--only)")
+            for trained in [self.folder / name for name in (variant, *self._with_other_seeds(variant))]:
+                if (trained / CONFIG_NAME).exists() and self._has_shares(source):
+                    shares, used = (read_shares(str(folder), self.model, 0) for folder in (source, trained))
+                    if shares != used:
+                        sys.exit(f"{trained} was trained with other shares than those of {source}: name another folder")
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
-        return [f"{name}-seed-{seed}" for seed in range(1, self.trainings if contenders.has_scorer(name) else 1)]
+        return [f"{name}-seed-{seed}" for seed in range(1, self.trainings if contenders.is_scorer(name) else 1)]
 
     def _expect(self, name: str, steps: int) -> None:
         """Note the commands of a trained policy."""
@@ -262,24 +289,15 @@ class Comparison:
 
         Where no shares were better than equal ones there is nothing to train with. What was trained last is trained with
         other seeds.
-
-        Raises:
-            SystemExit: an earlier comparison has no shares for it.
         """
         final, options = name, common
         for variant in self._variants(name):
-            if shares := contenders.VARIANT.fullmatch(variant)["shares"]:
-                source = self.calibrations / f"{name}-{shares}"
-                if self._has_shares(source):
-                    options = [*common, "--shares", source]
-                elif self.has_earlier_shares:
-                    sys.exit(
-                        f"{source} has no shares that are better than equal ones: leave --train-shares or {name} out"
-                    )
-                else:
+            if contenders.VARIANT.fullmatch(variant)["shares"]:
+                if not self._has_shares(source := self._source(variant)):
                     for out in [out for out in list(self.cells) if variant in out.name]:
                         self.cells.pop(out, None)
                     continue
+                options = [*common, "--shares", source]
             final = variant
             yield from self._training_commands(final, options, steps)
         for repeated in self._with_other_seeds(final):
@@ -498,7 +516,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--calibrations",
         type=Path,
         metavar="DIR",
-        help="calibrations of an earlier comparison, of which shares are taken; what it lacks is measured there",
+        help="of an earlier comparison: with --train-shares each scorer is trained once, with the shares that were found there",
     )
     parser.add_argument(
         "--train-windows", type=positive, nargs="*", default=[], metavar="W", help="train once more with these windows"
@@ -528,6 +546,10 @@ def main(words: list[str] | None = None) -> None:
             make_problem(kind, 0, options.test_size)
     except ConfigError as error:
         parser.error(f"--test-size: {error}")
+    if options.calibrations and not (options.train_shares and options.calibrations.is_dir()):
+        parser.error(
+            "--calibrations names a folder of shares for --train-shares: name one that is there, and give both"
+        )
     test = {"size": options.test_size, "samples": options.samples, "temperature": options.temperature}
     test = {name: value for name, value in test.items() if value is not None}
     if options.tables:
@@ -541,8 +563,8 @@ def main(words: list[str] | None = None) -> None:
         *problems,
         options.train_shares,
         options.trainings,
-        test,
-        options.calibrations,
+        test=test,
+        earlier=options.calibrations,
     )
     comparison.prepare_calibration()
     comparison.solve_dense()

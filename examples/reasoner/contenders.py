@@ -65,7 +65,7 @@ def takes_shares(name: str) -> bool:
     return VARIANT.fullmatch(name)["policy"] not in WITHOUT_SHARES
 
 
-def has_scorer(name: str) -> bool:
+def is_scorer(name: str) -> bool:
     """Return whether a trained policy, of any window, is a scorer. Gates have a recipe, and bases alone a phase."""
     return not {"--recipe", "--phase"} & {*training_options(name)}
 

@@ -164,27 +164,68 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert [command[1] for command in repeated] == ["distill", "eval"] * 2
 
 
-def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reasoner, small):
-    """They are not judged by settings, and what has none is refused. What is no scorer is trained as without them."""
-    earlier = tmp_path / "earlier"
+def write_shares(folder: Path) -> None:
+    """Write shares of the heads of a reasoner, as `kvpop calibrate` does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
+    model = {"model_type": "llama", "num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "rope": rope}
+    about = {
+        "format": "kvpop-calibration",
+        "version": 1,
+        "unit": "head",
+        "windows": {},
+        "policy": "kvpop",
+        "budget": 40,
+    }
+    (folder / compare.NAME).write_text(json.dumps(about | model | {"shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}))
+
+
+def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reasoner, small, monkeypatch):
+    """Scorers are not trained without them first. What is no scorer, and what is measured here, is as without them."""
+    earlier, folder, ran = tmp_path / "earlier", tmp_path / "here", []
+    monkeypatch.setattr(compare, "_run", lambda command: ran.append(list(map(str, command))))
+    for name in ("kvpop", "kvpop-frozen-base"):
+        write_shares(earlier / f"{name}-2")
     comparison = compare.Comparison(
-        tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, calibrations=earlier
+        folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
     )
-    for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
-        (earlier / f"{name}-2").mkdir(parents=True)
-        (earlier / f"{name}-2" / compare.NAME).write_text(json.dumps({"unit": unit}))
     comparison.prepare_calibration()
-    commands = [list(map(str, command)) for command in comparison._chain("kvpop", [], 2)]
-    outs = [Path(command[command.index("--out") + 1]).stem for command in commands]
+    comparison.run_trained(["kvpop", "streaming-plus"], 2)
+    outs = [str(Path(command[command.index("--out") + 1]).relative_to(folder)) for command in ran]
     trained = ["kvpop-shares-2", "kvpop-shares-2-seed-1"]
-    assert outs == [trained[0], f"shares-2-{trained[0]}", trained[1], f"shares-2-{trained[1]}"]
-    for train_command, solve in (commands[:2], commands[2:]):
-        sources = train_command[train_command.index("--shares") + 1], solve[solve.index("--calibration") + 1]
-        assert sources == (str(earlier / "kvpop-2"),) * 2
-    assert [command[1] for command in comparison._chain("streaming-plus", [], 2)] == ["distill", "calibrate", "eval"]
-    assert not list(comparison._calibration("kvpop", 2, [reasoner, "--scorer", tmp_path]))
-    with pytest.raises(SystemExit, match="kvpop-frozen-base-2 has no shares that are better than equal ones"):
-        list(comparison._chain("kvpop-frozen-base", [], 2))
+    of_scorer = [out for name in trained for out in (name, f"records/shares-2-{name}.jsonl")]
+    assert outs == [*of_scorer, "streaming-plus", "calibrations/streaming-plus-2", "records/streaming-plus.jsonl"]
+    options = "--shares", "--calibration"
+    sources = [command[command.index(option) + 1] for command in ran for option in options if option in command]
+    assert sources == [str(earlier / "kvpop-2")] * 4 and not comparison.cells
+
+
+@pytest.mark.parametrize("state", ["absent", "equal", "trained with others"])
+def test_shares_of_an_earlier_comparison_that_do_not_fit_are_refused_first(
+    tmp_path, reasoner, small, monkeypatch, state
+):
+    """Nothing is trained before."""
+    earlier, folder = tmp_path / "earlier", tmp_path / "here"
+    monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    write_shares(earlier / "kvpop-frozen-base-2")
+    expected = {
+        "absent": "kvpop-2 is not there",
+        "equal": "kvpop-2 has no shares that are better than equal ones",
+        "trained with others": "kvpop-shares-2-seed-1 was trained with other shares",
+    }
+    if state == "equal":
+        (earlier / "kvpop-2").mkdir()
+        (earlier / "kvpop-2" / compare.NAME).write_text(json.dumps({"unit": "uniform"}))
+    elif state == "trained with others":
+        write_shares(earlier / "kvpop-2")
+        trained = folder / "kvpop-shares-2-seed-1"
+        trained.mkdir(parents=True)
+        (trained / compare.CONFIG_NAME).write_text(json.dumps({"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}))
+    with pytest.raises(SystemExit, match=expected[state]):
+        comparison = compare.Comparison(
+            folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
+        )
+        comparison.run_trained(["kvpop-frozen-base", "kvpop"], 2)
 
 
 def test_scorers_alone_are_trained_again(tmp_path):
@@ -266,6 +307,11 @@ def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monk
     [
         (["--samples", "16"], "--samples needs --temperature"),
         (["--temperature", "-1"], "a finite number of at least 0"),
+        (
+            ["--calibrations", "nowhere", "--train-shares", "12"],
+            "--calibrations names a folder of shares for --train-shares",
+        ),
+        (["--calibrations", "."], "name one that is there, and give both"),
         (["--train-windows", "64"], "--train-windows 64 leaves no slots at all compressions: give at most 48"),
         (["--test-size", "500"], "--test-size: a problem of kind 'programs' has 1 to"),
     ],
