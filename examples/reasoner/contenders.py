@@ -10,8 +10,6 @@ COMPRESSIONS = {4: (2, 4), 8: (6, 8), 16: (12, 16)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 WINDOWS = {16: (4, 8, 16), 32: (4, 8, 16), 64: (4, 8)}
 """Windows of training-free policies, each with the compressions at which it leaves slots."""
-LARGEST_WINDOW = 48
-"""Leaves a trained policy slots at all compressions."""
 CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,), 16: (16,)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
 CALIBRATION_ROWS = 32
@@ -24,16 +22,12 @@ WIDE = {STATISTICS: (4,), "vase": (4, 8, 12)}
 """Policies whose own windows leave slots at some of :data:`CALIBRATED` alone."""
 WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
 """Trained policies that have no shares: gates, and a base that nothing is evicted from."""
-VARIANT = re.compile(
-    r"(?P<first>(?P<plain>(?P<policy>.+?)(-window-(?P<window>\d+))?)(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?"
-)
+VARIANT = re.compile(r"(?P<first>(?P<policy>.+?)(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?")
 """Names of trained policies.
 
-A key of :data:`TRAINED`, another window, the compression whose shares it is trained with, and another seed of the training.
-``plain`` is the name of the same policy trained with equal shares, and ``first`` the name without that seed.
+A key of :data:`TRAINED`, the compression whose shares it is trained with, and another seed of the training. ``first`` is the
+name without that seed.
 """
-ROLES = re.compile(r"--window (\d+) --topk ([\d ]*\d)")
-"""Window and long-range slots among the options of a trained policy."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
 BUDGETS = "--window 24 --topk 244 108 154 108 192"
@@ -61,33 +55,24 @@ streaming-plus is streaming-llm on a base trained for it. dense-longer is a base
 
 
 def takes_shares(name: str) -> bool:
-    """Return whether a trained policy, of any window, can have shares."""
+    """Return whether a trained policy can have shares."""
     return VARIANT.fullmatch(name)["policy"] not in WITHOUT_SHARES
 
 
 def is_scorer(name: str) -> bool:
-    """Return whether a trained policy, of any window, is a scorer. Gates have a recipe, and bases alone a phase."""
+    """Return whether a trained policy is a scorer. Gates have a recipe, and bases alone a phase."""
     return not {"--recipe", "--phase"} & {*training_options(name)}
 
 
 def trains_base(name: str) -> bool:
-    """Return whether the base model is trained with a policy, of any window."""
+    """Return whether the base model is trained with a policy."""
     return bool({"--train-base", "--phase"} & {*training_options(name)})
 
 
 def training_options(name: str) -> list[str]:
-    """Return the options of `kvpop distill` for a trained policy, without those for shares. See :data:`VARIANT`.
-
-    With another window the long-range slots make up for it.
-    """
+    """Return the options of `kvpop distill` for a trained policy, without those for shares. See :data:`VARIANT`."""
     variant = VARIANT.fullmatch(name)
-    options = TRAINED[variant["policy"]]
-    if variant["window"]:
-        window, topk = ROLES.search(options).groups()
-        wider = int(variant["window"]) - int(window)
-        slots = " ".join(str(int(k) - wider) for k in topk.split())
-        options = ROLES.sub(f"--window {variant['window']} --topk {slots}", options)
-    return options.split() + (["--seed", variant["seed"]] if variant["seed"] else [])
+    return TRAINED[variant["policy"]].split() + (["--seed", variant["seed"]] if variant["seed"] else [])
 
 
 def calibrated_at(name: str) -> tuple[int, ...]:

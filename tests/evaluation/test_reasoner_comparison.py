@@ -10,6 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
+import commands
 import compare
 import contenders
 import train
@@ -60,7 +61,7 @@ def small(monkeypatch):
     monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
-    monkeypatch.setattr(compare, "_run", run_here)
+    monkeypatch.setattr(commands, "_run", run_here)
     monkeypatch.setattr(contenders, "COMMON", contenders.COMMON.replace("1600", "300"))
     return list(trained)
 
@@ -73,8 +74,8 @@ def table_of(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.slow
 def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
-    ran, run = [], compare._run
-    monkeypatch.setattr(compare, "_run", lambda command: ran.append(command) or run(command))
+    ran, run = [], commands._run
+    monkeypatch.setattr(commands, "_run", lambda command: ran.append(command) or run(command))
     words = [str(tmp_path), "--model", str(reasoner), *WORDS]
     compare.main(words)
     better = [path.stem.removeprefix("shares-2-") for path in (tmp_path / "records").glob("shares-2-*")]
@@ -115,9 +116,9 @@ def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
 
 def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, reasoner, small):
     """The second training gets the shares of the first one; where equal ones were best there is none."""
-    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,))
+    comparison = commands.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,))
     comparison.prepare_calibration()
-    for name, unit in (("kvpop", "head"), ("kvpop-window-10", "head"), ("kvpop-frozen-base", "uniform")):
+    for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
         comparison.cells, ran = {}, []
         for variant in comparison._variants(name):
             comparison._expect(variant, 2)
@@ -127,11 +128,10 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
             if action == "calibrate":
                 folder = Path(words[words.index("--out") + 1])
                 folder.mkdir(parents=True)
-                (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
+                (folder / commands.NAME).write_text(json.dumps({"unit": unit}))
             if action == "distill":
                 source = [str(comparison.calibrations / f"{name}-2")] if ran[-1][1] == f"{name}-shares-2" else []
                 assert words[words.index("--shares") + 1 :][:1] == source if "--shares" in words else not source
-                assert ("--window 10 --topk 10" if "window" in name else "--window 8 --topk 12") in " ".join(words)
             comparison.cells.pop(command[command.index("--out") + 1], None)
         actions = ["distill", "calibrate", "eval", "eval"]
         assert [action for action, _ in ran] == ([*actions, "distill", "eval"] if unit == "head" else actions[:3])
@@ -141,16 +141,16 @@ def test_policies_are_trained_again_with_the_shares_that_were_found(tmp_path, re
 
 def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reasoner, small):
     """Shares are those of the first seed, and are not measured again."""
-    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=3)
+    comparison = commands.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=3)
     comparison.prepare_calibration()
     for name, unit in (("kvpop", "head"), ("kvpop-frozen-base", "uniform")):
         last = f"{name}-shares-2" if unit == "head" else name
         folder = comparison.calibrations / f"{name}-2"
         folder.mkdir(parents=True)
-        (folder / compare.NAME).write_text(json.dumps({"unit": unit}))
+        (folder / commands.NAME).write_text(json.dumps({"unit": unit}))
         comparison._calibration = lambda *_: iter(())
-        commands = [list(map(str, command)) for command in comparison._chain(name, [], 2)]
-        repeated = [command for command in commands if "-seed-" in command[command.index("--out") + 1]]
+        chain = [list(map(str, command)) for command in comparison._chain(name, [], 2)]
+        repeated = [command for command in chain if "-seed-" in command[command.index("--out") + 1]]
         seeds = [command[command.index("--seed") + 1] for command in repeated if command[1] == "distill"]
         assert seeds == ["1", "2"]
         for command in repeated:
@@ -177,16 +177,16 @@ def write_shares(folder: Path) -> None:
         "policy": "kvpop",
         "budget": 40,
     }
-    (folder / compare.NAME).write_text(json.dumps(about | model | {"shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}))
+    (folder / commands.NAME).write_text(json.dumps(about | model | {"shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}))
 
 
 def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reasoner, small, monkeypatch):
     """Scorers are not trained without them first. What is no scorer, and what is measured here, is as without them."""
     earlier, folder, ran = tmp_path / "earlier", tmp_path / "here", []
-    monkeypatch.setattr(compare, "_run", lambda command: ran.append(list(map(str, command))))
+    monkeypatch.setattr(commands, "_run", lambda command: ran.append(list(map(str, command))))
     for name in ("kvpop", "kvpop-frozen-base"):
         write_shares(earlier / f"{name}-2")
-    comparison = compare.Comparison(
+    comparison = commands.Comparison(
         folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
     )
     comparison.prepare_calibration()
@@ -206,7 +206,7 @@ def test_shares_of_an_earlier_comparison_that_do_not_fit_are_refused_first(
 ):
     """Nothing is trained before."""
     earlier, folder = tmp_path / "earlier", tmp_path / "here"
-    monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(commands, "_run", lambda command: pytest.fail(f"ran {command}"))
     write_shares(earlier / "kvpop-frozen-base-2")
     expected = {
         "absent": "kvpop-2 is not there",
@@ -215,14 +215,14 @@ def test_shares_of_an_earlier_comparison_that_do_not_fit_are_refused_first(
     }
     if state == "equal":
         (earlier / "kvpop-2").mkdir()
-        (earlier / "kvpop-2" / compare.NAME).write_text(json.dumps({"unit": "uniform"}))
+        (earlier / "kvpop-2" / commands.NAME).write_text(json.dumps({"unit": "uniform"}))
     elif state == "trained with others":
         write_shares(earlier / "kvpop-2")
         trained = folder / "kvpop-shares-2-seed-1"
         trained.mkdir(parents=True)
-        (trained / compare.CONFIG_NAME).write_text(json.dumps({"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}))
+        (trained / commands.CONFIG_NAME).write_text(json.dumps({"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}))
     with pytest.raises(SystemExit, match=expected[state]):
-        comparison = compare.Comparison(
+        comparison = commands.Comparison(
             folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
         )
         comparison.run_trained(["kvpop-frozen-base", "kvpop"], 2)
@@ -230,7 +230,7 @@ def test_shares_of_an_earlier_comparison_that_do_not_fit_are_refused_first(
 
 def test_scorers_alone_are_trained_again(tmp_path):
     """With shares and with further seeds: gates and bases are trained once."""
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, shares=(12,), trainings=2)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, shares=(12,), trainings=2)
     again = {name for name in contenders.TRAINED if comparison._variants(name) != [name]}
     assert again == {name for name in contenders.TRAINED if comparison._with_other_seeds(name)}
     assert {*contenders.TRAINED} - again == {"streaming-plus", "trimkv", "dms", "dense-longer"}
@@ -238,10 +238,10 @@ def test_scorers_alone_are_trained_again(tmp_path):
 
 def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path):
     """Its base answers without a policy too, in the same command, unless it is the dense model."""
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     folder = comparison.calibrations / "kvpop-12"
     folder.mkdir(parents=True)
-    (folder / compare.NAME).write_text(json.dumps({"unit": "head"}))
+    (folder / commands.NAME).write_text(json.dumps({"unit": "head"}))
     shutil.copytree(folder, comparison.calibrations / "kvpop-frozen-base-12")
     for name, base_answers in (("kvpop-shares-12-seed-1", True), ("kvpop-frozen-base-shares-12", False)):
         train, solve = (list(map(str, command)) for command in comparison._training_commands(name, [], 9))
@@ -250,7 +250,7 @@ def test_what_is_trained_with_shares_has_them_at_all_budgets(tmp_path):
 
 
 def test_trainings_are_summarised_together_and_each(tmp_path):
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     base = {"length": 1200, "right": 1.0, "answered": True, "written": 9, "kind": "programs", "before_error": 1.0}
     dense = [base | {"policy": "dense", "allocated": 6, "unit": unit, "exact": True} for unit in range(8)]
     setting = {"policy": "scorer", "budget": 125, "equal": "k", "window": 8, "topk": 99, "allocated": 2}
@@ -282,9 +282,9 @@ def test_trainings_are_summarised_together_and_each(tmp_path):
 
 def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monkeypatch):
     ran = []
-    monkeypatch.setattr(compare, "_run", lambda command: ran.append(list(map(str, command))))
+    monkeypatch.setattr(commands, "_run", lambda command: ran.append(list(map(str, command))))
     test = {"size": 45, "samples": 16, "temperature": 0.8}
-    comparison = compare.Comparison(
+    comparison = commands.Comparison(
         tmp_path, tmp_path, True, ["programs"], 8, 1, size=30, untrained=("h2o",), test=test
     )
     comparison._solve({comparison.records / "h2o.jsonl": ["--policies", "h2o"]}, 8)
@@ -312,7 +312,6 @@ def test_other_test_problems_have_records_and_tables_of_their_own(tmp_path, monk
             "--calibrations names a folder of shares for --train-shares",
         ),
         (["--calibrations", "."], "name one that is there, and give both"),
-        (["--train-windows", "64"], "--train-windows 64 leaves no slots at all compressions: give at most 48"),
         (["--test-size", "500"], "--test-size: a problem of kind 'programs' has 1 to"),
     ],
 )
@@ -324,17 +323,17 @@ def test_options_of_test_problems_are_judged_before_anything_is_trained(tmp_path
 
 def test_what_is_trained_is_not_exported_again(tmp_path, small):
     """Its config has the shares that were found for it."""
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     comparison._calibration = lambda *_: iter(())
     (tmp_path / "kvpop" / "run" / "step-9").mkdir(parents=True)
     for text, actions in ((None, ["distill", "eval"]), ("{}", ["eval"])):
         if text:
-            (tmp_path / "kvpop" / compare.CONFIG_NAME).write_text(text)
+            (tmp_path / "kvpop" / commands.CONFIG_NAME).write_text(text)
         assert [command[1] for command in comparison._training_commands("kvpop", [], 9)] == actions
 
 
 def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 2)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 2)
     comparison.cells = {Path("a"): "distill", Path("b"): "eval", Path("c"): "eval"}
     comparison.seconds = {"distill": [600.0, 1200.0]}
     assert comparison.left() == "3 results to come"
@@ -343,9 +342,9 @@ def test_time_left_is_told_once_every_kind_of_command_has_ended(tmp_path):
 
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
-    monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(commands, "_run", lambda command: pytest.fail(f"ran {command}"))
     monkeypatch.setattr(contenders, "COMPRESSIONS", {4: (2, 4), 8: (6, 8)})
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=("h2o", "tova"))
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
     shares = {16: (4, 8), 32: (4, 8), 64: (4, 8)}
     monkeypatch.setattr(contenders, "WINDOWS", shares)
@@ -373,7 +372,8 @@ def test_windows_leave_slots(reasoner):
     for window, compressions in contenders.WINDOWS.items():
         assert all(written // c > 4 + window for c in compressions), window
     assert {c for compressions in contenders.WINDOWS.values() for c in compressions} == {*contenders.COMPRESSIONS}
-    assert written // max(contenders.all_compressions()) > 4 + contenders.LARGEST_WINDOW
+    trained = int(contenders.BUDGETS.split()[1])
+    assert written // max(contenders.all_compressions()) > 4 + trained
 
 
 def record_lines(options: dict, *records: dict) -> str:
@@ -423,7 +423,7 @@ def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
 
 def test_a_summary_takes_all_kinds_together(tmp_path):
     """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
     lines = [{"run": {"options": {"share": [8, 4], "teacher": None}}}]
     for kind, unit in product(["programs", "ledgers"], range(8)):
@@ -471,10 +471,10 @@ def test_a_summary_takes_all_kinds_together(tmp_path):
     ],
 )
 def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
-    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     options = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": list(contenders.all_compressions())}
     path = comparison.records / "trimkv.jsonl"
-    monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    monkeypatch.setattr(commands, "_run", lambda command: pytest.fail(f"ran {command}"))
     path.write_text(json.dumps({"run": {"options": options}}) + "\n")
     comparison.run_trained(["trimkv"], 9)
     path.write_text(json.dumps({"run": {"options": options | {name: value}}}) + "\n")
@@ -484,7 +484,7 @@ def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatc
 
 @pytest.mark.slow
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
-    comparison = compare.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
+    comparison = commands.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
     with pytest.raises(SystemExit, match="kvpop eval failed"):
         comparison.solve_dense()
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
@@ -497,7 +497,7 @@ def settings_of(command: list) -> dict:
 
 def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
     """They were measured for another scorer, text, budget or unit, or nothing says what they were measured for."""
-    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
+    comparison = commands.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1)
     comparison.prepare_calibration()
     scorer = write_random_scorer(tmp_path / "scorer", reasoner, "mlp", sinks=2, window=6, topk=24)
     words, out = [reasoner, "--scorer", scorer], comparison.calibrations / "kvpop-mlp-8"
@@ -536,16 +536,16 @@ def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
 def test_other_problems_are_refused(tmp_path, prepare):
     """Problems of another size or kind, or a file that was cut off, are in the place of those that are wanted."""
     for _ in range(2):
-        getattr(compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
+        getattr(commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
     for kinds, size in ((["programs"], 4), (["ledgers"], 3), (["programs"], None)):
         with pytest.raises(
             SystemExit, match=f"has other problems than {kinds[0]} of .*: name another folder, or remove it"
         ):
-            getattr(compare.Comparison(tmp_path, tmp_path, True, kinds, 8, 1, size), prepare)()
+            getattr(commands.Comparison(tmp_path, tmp_path, True, kinds, 8, 1, size), prepare)()
     (path,) = tmp_path.glob("*.jsonl")
     path.write_text(path.read_text()[:-20])
     with pytest.raises(SystemExit, match=f"{path.name} has other problems than programs of size 3"):
-        getattr(compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
+        getattr(commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, 3), prepare)()
 
 
 def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, monkeypatch):
@@ -562,9 +562,9 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
             unit = "uniform" if out.name.startswith("h2o") or out.name == "vase-4" else "head"
             (out / "shares.json").write_text(json.dumps({"unit": unit}))
 
-    monkeypatch.setattr(compare, "_run", run)
+    monkeypatch.setattr(commands, "_run", run)
     untrained = "h2o", "tova", "vase"
-    comparison = compare.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, untrained=untrained)
+    comparison = commands.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, untrained=untrained)
     comparison.prepare_calibration()
     comparison.run_trained(["kvpop-mlp", "trimkv"], 9)
     comparison.calibrate_untrained()

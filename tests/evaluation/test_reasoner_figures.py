@@ -8,7 +8,7 @@ import torch
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
-import compare
+import commands
 import contenders
 import figures
 import train
@@ -26,7 +26,7 @@ def runs(tmp_path_factory):
     tokenizer = train.make_tokenizer()
     train.make_model(tokenizer).save_pretrained(folder / "reasoner")
     tokenizer.save_pretrained(folder / "reasoner")
-    comparison = compare.Comparison(folder, folder / "reasoner", True, ["programs"], 8, 1, size=4)
+    comparison = commands.Comparison(folder, folder / "reasoner", True, ["programs"], 8, 1, size=4)
     comparison._prepare()
     scored = f"--window 8 --topk 12 {contenders.LISTWISE} {contenders.BASE} --skip"
     gate = f"--recipe dms --window 8 --topk 12 --compression 4 {contenders.GATES} {contenders.BASE}"
