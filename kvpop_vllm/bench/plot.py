@@ -129,8 +129,8 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
     left.set_xlabel("context, tokens", fontsize=13)
     left.set_ylabel("decode step, ms", fontsize=13)
     right.set_ylim(-0.03, 1.03)
-    right.set_title("Answers stay right\nshare of problems solved", fontsize=13)
-    right.set_xlabel("times fewer tokens in the cache", fontsize=13)
+    right.set_title("Long answers\nshare of problems solved", fontsize=13)
+    right.set_xlabel("tokens of a solution over the budget", fontsize=13)
     right.set_xticks(sorted({c for name in CURVES for c in answers.get(name, ())} - {1}))
     # by label, so that a curve of both panels has one entry
     entries = {line.get_label(): line for axis in (left, right) for line in axis.get_lines()}

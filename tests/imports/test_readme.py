@@ -167,9 +167,9 @@ def test_results_are_the_recorded_ones():
     rows = {
         "decode step, 8 requests of 7,500 tokens, ms": [f"{decode[8, 7500, n]['step_ms']:.1f}" for n in names],
         "KV memory of these requests, MiB": [f"{decode[8, 7500, n]['kv_bytes'] / 2**20:,.0f}" for n in names],
-        "decode step, 1 request of 1,000 tokens, ms": [f"{decode[1, 1000, n]['step_ms']:.1f}" for n in names],
+        "decode step, 1 request of 1,000 tokens (below B), ms": [f"{decode[1, 1000, n]['step_ms']:.1f}" for n in names],
         "prefill of 7,500 tokens, tokens per second": [f"{rates[n]:.0f}" for n in names],
-        "problems solved of 128, with 8 times fewer tokens": [f"{128 * share[0]:.0f}" for share in solved],
+        "problems solved of 128, B an eighth of a solution": [f"{128 * share[0]:.0f}" for share in solved],
         "divergence on text of 8,192 tokens, nats per token": [
             "0",
             f"{divergence('shipped-scorer-shares.jsonl', 8192, 'streaming-llm'):.4f}",
@@ -237,10 +237,14 @@ def test_claims_in_the_text_are_the_recorded_ones():
     )
     text = " ".join(readme.README.split())
     assert f"1,024 slots lose {ratio:.2f} of what the last 1,024 tokens lose" in text
-    assert f"time to first token is {100 * share:.1f}% of that with a text of 7,000 tokens in the prompt" in text
-    short = newest(RESULTS / "decode.csv", "456a8c8")[1]
-    slower = 1 - min(row["dense_over_it"] for row in short if row["configuration"] != "dense")
-    assert f"decoding is up to {100 * slower:.0f}% slower than dense" in text
+    assert f"time to first token is {100 * share:.1f}% of that of stock, which reads a text of 7,000 tokens" in text
+    slower = 1 - min(
+        row["dense_over_it"]
+        for commit in ("456a8c8", "7dc70aa")
+        for row in newest(RESULTS / "decode.csv", commit)[1]
+        if row["configuration"].startswith("kvpop") and row["context"] <= 1000
+    )
+    assert f"it is up to {100 * slower:.0f}% slower than dense" in text
 
 
 def test_examples_have_no_bare_function_words():
