@@ -46,7 +46,9 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--samples", type=positive, help="solutions of each test problem (default: 1)")
     parser.add_argument("--temperature", type=temperature, help="of sampling test solutions (default: 0, greedy)")
     parser.add_argument("--trainings", type=positive, default=1, help="seeds that each scorer is trained with")
-    parser.add_argument("--seed", type=int, default=0, help="of the test problems, and of those that windows are chosen by (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of the test problems, and of those that windows are chosen by (default: 0)"
+    )
     parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument(
         "--only", nargs="*", choices=contenders.TRAINED, default=contenders.TRAINED, help="trained policies"

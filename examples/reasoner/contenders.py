@@ -22,11 +22,10 @@ WIDE = {STATISTICS: (4,), "vase": (4, 8, 12)}
 """Policies whose own windows leave slots at some of :data:`CALIBRATED` alone."""
 WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
 """Trained policies that have no shares: gates, and a base that nothing is evicted from."""
-VARIANT = re.compile(r"(?P<first>(?P<policy>.+?)(-shares-(?P<shares>\d+))?)(-seed-(?P<seed>\d+))?")
+VARIANT = re.compile(r"(?P<policy>.+?)(-shares-(?P<shares>\d+))?(-seed-(?P<seed>\d+))?")
 """Names of trained policies.
 
-A key of :data:`TRAINED`, the compression whose shares it is trained with, and another seed of the training. ``first`` is the
-name without that seed.
+A key of :data:`TRAINED`, the compression whose shares it is trained with, and another seed of the training.
 """
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"

@@ -81,9 +81,11 @@ def records_of(folder: Path) -> tuple[list[dict], dict[int, int]]:
         for record in of_file:
             is_base = trains_base and options.get("teacher") is None and record["policy"] == DENSE
             policy = OWN if is_base else record["policy"]
-            name = trained["first"] if is_trained or shares else policy
+            name = trained["policy"] if is_trained or shares else policy
+            name += f", trained with shares of {trained['shares']} times" if trained["shares"] else ""
+            unevicted = f"{name}, nothing evicted"
             name += ", shares" if shares and not trained["shares"] else ""
-            name = {DENSE: DENSE, OWN: f"{trained['first']}, nothing evicted"}.get(policy, name)
+            name = {DENSE: DENSE, OWN: unevicted}.get(policy, name)
             if is_trained and policy != DENSE:
                 record["training"] = int(trained["seed"] or 0)
             if "budget" in record:

@@ -32,8 +32,6 @@ CURVES = {
     "streaming-llm": ("#D55E00", "-", "v"),
 }
 """Colour, line style and marker of each curve. Colours are of the palette of Okabe and Ito."""
-WITH_SHARES = ", shares"
-"""Ends the name of a policy whose heads have the shares that were found for them."""
 NAMES = {"kvpop": "kvpop, model trained too", "kvpop-frozen-base": "kvpop"}
 """Curves of policies of the comparison; the others have their own names. Decoding was measured with a frozen model."""
 
@@ -155,12 +153,12 @@ def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     advice = "write it with examples/reasoner/compare.py"
     curves: dict[str, dict[float, tuple[float, ...]]] = {}
     rows = _rows(path, {"policy", "equal", "compression", *SHARES}, advice)
-    # rows with shares come last, and take the place of those with equal ones
-    for line, row in sorted(rows, key=lambda numbered: numbered[1]["policy"].endswith(WITH_SHARES)):
+    # rows with shares come last, those of policies trained with them at the end, and take the place of the others
+    for line, row in sorted(rows, key=lambda numbered: numbered[1]["policy"].partition(", ")[2]):
         if row["equal"] == "k" or row["policy"] == "dense":
             place = f"{path}, line {line}"
             shares = tuple(_number(row[name], f"{place}, {name}", minimum=0) for name in SHARES)
-            policy = row["policy"].removesuffix(WITH_SHARES)
+            policy = row["policy"].partition(", ")[0]
             name = NAMES.get(policy, policy)
             curves.setdefault(name, {})[_number(row["compression"], f"{place}, compression")] = shares
     if 1 not in curves.get("dense", ()):

@@ -94,10 +94,11 @@ def test_no_panel_has_more_than_five_curves_and_no_two_look_alike():
 
 def test_shares_that_were_found_take_the_place_of_equal_ones(tmp_path):
     shared = answer("kvpop-frozen-base, shares", 4, 0.9)
-    for rows in ([*ANSWERS, shared], [shared, *ANSWERS]):
+    trained = answer("kvpop-frozen-base, trained with shares of 12 times", 4, 0.5)
+    for rows, at_4 in (([*ANSWERS, shared], 0.9), ([shared, *ANSWERS], 0.9), ([trained, shared, *ANSWERS], 0.5)):
         write_answers(tmp_path, rows)
         curve = plot.read_answers(tmp_path / plot.ANSWERS)["kvpop"]
-        assert curve == {2: (0.8, 0.4, 0.8), 4: (0.9, 0.45, 0.9)}
+        assert curve == {2: (0.8, 0.4, 0.8), 4: (at_4, at_4 / 2, at_4)}
 
 
 def test_answers(tmp_path):

@@ -416,8 +416,8 @@ def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
         ("dense", None),
         ("kvpop-frozen-base", 0),
         ("kvpop", 0),
-        ("kvpop-mlp-shares-12, nothing evicted", 1),
-        ("kvpop-mlp-shares-12", 1),
+        ("kvpop-mlp, trained with shares of 12 times, nothing evicted", 1),
+        ("kvpop-mlp, trained with shares of 12 times", 1),
     ]
 
 
