@@ -23,9 +23,13 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.shares import read_shares
 from kvpop_vllm.evaluation.output import read_records
+from kvpop_vllm.evaluation.problems import DRAW_SIZE, SEEDS
 from kvpop_vllm.evaluation.runner import DENSE
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
+
+RUN = Path("run", "run.json")
+"""Settings of a training, in its folder."""
 
 
 class Comparison:
@@ -39,7 +43,7 @@ class Comparison:
         rows: test problems of each kind.
         jobs: processes at once, one thread each.
         size: steps of a problem, None for the kinds' own.
-        seed: other seeds have other test problems.
+        seed: other seeds have other test problems, and others that windows are chosen by.
         untrained: names of training-free policies, of :data:`contenders.FREE`.
         shares: compressions whose shares scorers are trained with a second time.
         trainings: how often each scorer, as it is trained last, is trained, each time with another seed.
@@ -118,15 +122,8 @@ class Comparison:
         if not self.protect or not contenders.takes_shares(name):
             return
         out = self.calibrations / f"{name}-{compression}"
-        tokenizer = load_tokenizer(self.model)
-        problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
-        prompts, lengths = (
-            [len(tokenizer(text)["input_ids"]) for text in texts]
-            for texts in zip(*((row["prompt"], row["prompt"] + row["response"]) for row in problems), strict=True)
-        )
-        length, rows = min(lengths), contenders.CALIBRATION_ROWS
-        budget = (length - max(prompts)) // compression
-        fixed = ["--data", self.validation, "--rows", rows, "--length", length, "--threads", 1]
+        length, budget = self._calibrated_sizes(compression)
+        fixed = ["--data", self.validation, "--rows", contenders.CALIBRATION_ROWS, "--length", length, "--threads", 1]
         fixed += ["--budget", budget, "--protect-prompt", "--shares", "head"]
         command = ["kvpop", "calibrate", *words, "--out", out, *fixed]
         if not (out / NAME).exists():
@@ -141,6 +138,16 @@ class Comparison:
             keys.append("shares")
         if keys:
             sys.exit(f"{out} was measured with other settings ({', '.join(keys)}): name another folder, or remove it")
+
+    def _calibrated_sizes(self, compression: int) -> tuple[int, int]:
+        """Return the tokens of a row and the budget with which shares are measured at a compression."""
+        tokenizer = load_tokenizer(self.model)
+        problems = [json.loads(line) for line in self.validation.read_text().splitlines()]
+        prompts, lengths = (
+            [len(tokenizer(text)["input_ids"]) for text in texts]
+            for texts in zip(*((row["prompt"], row["prompt"] + row["response"]) for row in problems), strict=True)
+        )
+        return min(lengths), (min(lengths) - max(prompts)) // compression
 
     def calibrate_untrained(self) -> None:
         """Find the shares of the training-free policies."""
@@ -165,7 +172,7 @@ class Comparison:
         if variant["shares"]:
             measured_at = {int(variant["shares"]): contenders.all_compressions()}
         for measured, used in measured_at.items():
-            folder = self._source(name) if variant["shares"] else self.calibrations / f"{name}-{measured}"
+            folder = self._source(name) if variant["shares"] else self.calibrations / f"{variant['policy']}-{measured}"
             out = self._shared(name, measured)
             if not self._has_shares(folder):
                 self.cells.pop(out, None)
@@ -201,7 +208,6 @@ class Comparison:
         common += ["--protect-prompt"] * self.protect
         names = list(names)
         variants = [variant for name in names for variant in self._variants(name)]
-        self._check_shares(variants)
         if self.trainings > 1 or not all(self._solved(name).exists() for name in variants):
             self._prepare()
         for name in variants:
@@ -218,24 +224,51 @@ class Comparison:
         with_shares = [f"{name}-shares-{c}" for c in self.shares]
         return with_shares if self.earlier else [name, *with_shares]
 
-    def _check_shares(self, variants: Iterable[str]) -> None:
-        """Check the shares that policies are to be trained with, and have been trained with.
+    def check_trained(self, names: Iterable[str]) -> None:
+        """Check what policies are to be trained with against what they have been trained with.
 
         Raises:
-            SystemExit: an earlier comparison has none, or a policy has been trained with others.
+            SystemExit: an earlier comparison has no such shares, or a policy has been trained with others, or at other
+                budgets.
         """
-        for variant in variants:
-            if not contenders.VARIANT.fullmatch(variant)["shares"]:
-                continue
-            source = self._source(variant)
-            if self.earlier and not self._has_shares(source):
-                state = "has no shares that are better than equal ones" if source.exists() else "is not there"
-                sys.exit(f"{source} {state}: leave --calibrations out, or train other policies (--only)")
+        for variant in [variant for name in names for variant in self._variants(name)]:
+            shares = None
+            if compression := contenders.VARIANT.fullmatch(variant)["shares"]:
+                shares = self._shares(variant, int(compression))
             for trained in [self.folder / name for name in (variant, *self._with_other_seeds(variant))]:
-                if (trained / CONFIG_NAME).exists() and self._has_shares(source):
-                    shares, used = (read_shares(str(folder), self.model, 0) for folder in (source, trained))
-                    if shares != used:
-                        sys.exit(f"{trained} was trained with other shares than those of {source}: name another folder")
+                if not (trained / CONFIG_NAME).exists():
+                    continue
+                run, options = json.loads((trained / RUN).read_text()), contenders.training_options(trained.name)
+                for option in ("window", "topk"):
+                    asked_for = list(map(int, _values(options, f"--{option}") or run[option]))
+                    if run[option] != asked_for:
+                        sys.exit(
+                            f"{trained} was trained with --{option} {run[option]}, not {asked_for}: name another folder"
+                        )
+                if shares and run["shares"] != shares:
+                    sys.exit(
+                        f"{trained} was trained with other shares than those of {self._source(variant)}: name another folder"
+                    )
+
+    def _shares(self, variant: str, compression: int) -> list[list[float]] | None:
+        """Return the shares that a policy is trained with, None if they are still to be measured, or equal.
+
+        Raises:
+            SystemExit: an earlier comparison has none, or they are of another model or budget.
+        """
+        source = self._source(variant)
+        if not self._has_shares(source):
+            if not self.earlier:
+                return None
+            state = "has no shares that are better than equal ones" if source.exists() else "is not there"
+            sys.exit(f"{source} {state}: leave --calibrations out, or train other policies (--only)")
+        budget, measured = self._calibrated_sizes(compression)[1], json.loads((source / NAME).read_text())["budget"]
+        if measured != budget:
+            sys.exit(f"{source} was measured at a budget of {measured}, not {budget}: name another folder")
+        try:
+            return read_shares(str(source), self.model, 0)
+        except ConfigError as error:
+            sys.exit(str(error))
 
     def _with_other_seeds(self, name: str) -> list[str]:
         """Return the names under which a policy is trained with other seeds."""
@@ -371,12 +404,16 @@ class Comparison:
         """
         if not out.exists():
             return False
-        recorded = read_records(out)[0].get("options", {})
+        about, records = read_records(out)
+        recorded = about.get("options", {})
         settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "seed": self.seed}
         settings |= self.test if problems is None else problems
         settings |= {"share": _values(words, "--share"), "calibration": _values(words, "--calibration")}
         if recorded.get("protect_prompt") is not None:
             settings["protect_prompt"] = [self.protect]
+        first = SEEDS[settings.get("split", "test")][self.seed * DRAW_SIZE]
+        if any(record.get("unit", first) not in range(first, first + DRAW_SIZE) for record in records):
+            sys.exit(f"{out} has problems of another seed than {self.seed}: name another folder, or remove this file")
         for name, value in settings.items():
             measured = recorded.get(name)
             if name == "calibration" and measured:  # the folder may have been moved

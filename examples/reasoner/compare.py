@@ -9,8 +9,8 @@ that were found; and writes runs/summary.md (all kinds together), runs/table.md 
 on. Problems, records and calibrations of other problems, models, scorers or settings are refused.
 
 With --train-shares 12 each scorer is trained a second time, from the start, with the shares that were found for the
-first one at 12 times, which it then has at all budgets. With --calibrations of an earlier comparison it is trained once,
-with the shares that were found there. --trainings 3 trains each scorer, as it was trained last, with two more seeds, with
+first one at 12 times, which it then has at all budgets. With --calibrations EARLIER/calibrations the shares are those of
+an earlier comparison, and no scorer is trained with equal ones first. --trainings 3 trains each scorer, as it was trained last, with two more seeds, with
 the shares of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
 command, as soon as one of each kind has been timed.
 
@@ -66,12 +66,12 @@ def options_parser() -> argparse.ArgumentParser:
         "--calibrations",
         type=Path,
         metavar="DIR",
-        help="of an earlier comparison: with --train-shares each scorer is trained once, with the shares that were found there",
+        help="calibrations of an earlier comparison, with whose shares --train-shares trains without an equal training before",
     )
     parser.add_argument(
         "--untrained", nargs="*", choices=contenders.FREE, default=contenders.FREE, help="training-free policies"
     )
-    parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
+    parser.add_argument("--against", default="kvpop", help="policy of the tables that differences are from (default: kvpop)")
     parser.add_argument("--tables", action="store_true", help="write the tables of the records that are there, no more")
     return parser
 
@@ -110,6 +110,7 @@ def main(words: list[str] | None = None) -> None:
         earlier=options.calibrations,
     )
     comparison.prepare_calibration()
+    comparison.check_trained(options.only)
     comparison.solve_dense()
     comparison.run_trained(options.only, options.steps)
     comparison.calibrate_untrained()

@@ -31,16 +31,18 @@ A key of :data:`TRAINED`, the compression whose shares it is trained with, and a
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
 BUDGETS = "--window 16 --topk 162 70 116 47 70"
 """Budgets of 1/6, 1/12 (twice), 1/8 and 1/16 of a worked solution, which problems take in turn."""
+FROZEN_BUDGETS = "--window 24 --topk 244 108 154 108 192"
+"""Budgets of 1/4, 1/8 (twice), 1/6 and 1/5, for bases that do not learn to do with less."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
 BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
 GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
 TRAINED = {
     "kvpop": f"{BUDGETS} {LISTWISE} {BASE} --skip",
-    "kvpop-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --skip",
+    "kvpop-frozen-base": f"{FROZEN_BUDGETS} {LISTWISE} --no-train-base --skip",
     "kvpop-boundary-loss": f"{BUDGETS} {LISTWISE} {BASE} --skip --boundary 1 --listwise 0",
     "kvpop-immediate": f"{BUDGETS} {LISTWISE} {BASE} --skip --no-delayed",
     "kvpop-mlp": f"{BUDGETS} {LISTWISE} {BASE} --scorer mlp",
-    "kvpop-mlp-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --scorer mlp",
+    "kvpop-mlp-frozen-base": f"{FROZEN_BUDGETS} {LISTWISE} --no-train-base --scorer mlp",
     "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
     "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
     "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",

@@ -40,7 +40,7 @@ WORDS = (
 """Every word of every prompt and solution."""
 SEEDS = {"train": range(0, 10**9), "validation": range(10**9, 2 * 10**9), "test": range(2 * 10**9, 3 * 10**9)}
 """Seeds of problems to train on, to choose settings with, and to report."""
-DRAW = 10_000
+DRAW_SIZE = 10_000
 """Problems of each kind that a draw of a split has. Draws are numbered, and share none."""
 CONSTANTS, ACCOUNTS, ASKED = 8, 8, 4
 """Constants of a program, accounts of a ledger, and names in questions about either."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.backends import GREEDY, Run, Sampling
 from kvpop_vllm.evaluation.examples import prompt_ids
-from kvpop_vllm.evaluation.problems import DRAW, SEEDS, Problem, judge, make_problem
+from kvpop_vllm.evaluation.problems import DRAW_SIZE, SEEDS, Problem, judge, make_problem
 
 MEASURES = ("exact", "right", "before_error", "answered", "written")
 ROOM = 1.1
@@ -45,12 +45,12 @@ def make_questions(
     """
     if split not in SEEDS:
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
-    draws = len(SEEDS[split]) // DRAW
-    if count > DRAW or not 0 <= seed < draws:
-        raise ConfigError(f"problems have seeds 0 to {draws - 1} and at most {DRAW} --rows: lower --seed or --rows")
+    draws = len(SEEDS[split]) // DRAW_SIZE
+    if count > DRAW_SIZE or not 0 <= seed < draws:
+        raise ConfigError(f"problems have seeds 0 to {draws - 1} and at most {DRAW_SIZE} --rows: change --seed or --rows")
     questions = []
     for kind in kinds:
-        for number in SEEDS[split][seed * DRAW :][:count]:
+        for number in SEEDS[split][seed * DRAW_SIZE :][:count]:
             problem = make_problem(kind, number, size)
             worked = tokenizer(problem.solution, add_special_tokens=False, verbose=False)["input_ids"]
             if tokenizer.decode(worked).split() != problem.solution.split():

@@ -22,6 +22,7 @@ from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.cli import main, make_parser
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import read_records
+from kvpop_vllm.evaluation.problems import DRAW_SIZE, SEEDS
 from kvpop_vllm.evaluation.reasoning import make_questions
 from kvpop_vllm.testing import write_random_scorer
 
@@ -164,68 +165,86 @@ def test_other_seeds_train_what_was_trained_last_with_its_shares(tmp_path, reaso
         assert [command[1] for command in repeated] == ["distill", "eval"] * 2
 
 
-def write_shares(folder: Path) -> None:
-    """Write shares of the heads of a reasoner, as `kvpop calibrate` does."""
+def write_shares(comparison: commands.Comparison, name: str, **changes) -> None:
+    """Write shares of the heads of a reasoner at 2 times, as `kvpop calibrate` does."""
+    folder = comparison.earlier / f"{name}-2"
     folder.mkdir(parents=True, exist_ok=True)
     rope = {"rope_theta": 1000000.0, "rope_type": "default"}
     model = {"model_type": "llama", "num_layers": 4, "num_kv_heads": 2, "head_dim": 32, "rope": rope}
-    about = {
-        "format": "kvpop-calibration",
-        "version": 1,
-        "unit": "head",
-        "windows": {},
-        "policy": "kvpop",
-        "budget": 40,
-    }
-    (folder / commands.NAME).write_text(json.dumps(about | model | {"shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}))
+    about = {"format": "kvpop-calibration", "version": 1, "unit": "head", "windows": {}, "policy": "kvpop"}
+    about |= {"budget": comparison._calibrated_sizes(2)[1], "shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}
+    (folder / commands.NAME).write_text(json.dumps(about | model | changes))
 
 
-def test_shares_of_an_earlier_comparison_are_trained_with_at_once(tmp_path, reasoner, small, monkeypatch):
-    """Scorers are not trained without them first. What is no scorer, and what is measured here, is as without them."""
-    earlier, folder, ran = tmp_path / "earlier", tmp_path / "here", []
-    monkeypatch.setattr(commands, "_run", lambda command: ran.append(list(map(str, command))))
-    for name in ("kvpop", "kvpop-frozen-base"):
-        write_shares(earlier / f"{name}-2")
-    comparison = commands.Comparison(
-        folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
-    )
+@pytest.fixture
+def with_earlier_shares(tmp_path, reasoner, small):
+    """A comparison that trains scorers twice with shares of an earlier one."""
+    options = {"size": 4, "shares": (2,), "trainings": 2, "earlier": tmp_path / "earlier"}
+    comparison = commands.Comparison(tmp_path / "here", reasoner, True, ["programs"], 8, 1, **options)
     comparison.prepare_calibration()
+    for name in ("kvpop", "kvpop-frozen-base"):
+        write_shares(comparison, name)
+    return comparison
+
+
+def test_shares_of_an_earlier_comparison_are_trained_with_at_once(with_earlier_shares, monkeypatch):
+    """Scorers are not trained without them first. What is no scorer, and what is measured here, is as without them."""
+    comparison, ran = with_earlier_shares, []
+    monkeypatch.setattr(commands, "_run", lambda command: ran.append(list(map(str, command))))
+    comparison.check_trained(["kvpop", "streaming-plus"])
     comparison.run_trained(["kvpop", "streaming-plus"], 2)
-    outs = [str(Path(command[command.index("--out") + 1]).relative_to(folder)) for command in ran]
+    outs = [str(Path(command[command.index("--out") + 1]).relative_to(comparison.folder)) for command in ran]
     trained = ["kvpop-shares-2", "kvpop-shares-2-seed-1"]
     of_scorer = [out for name in trained for out in (name, f"records/shares-2-{name}.jsonl")]
     assert outs == [*of_scorer, "streaming-plus", "calibrations/streaming-plus-2", "records/streaming-plus.jsonl"]
     options = "--shares", "--calibration"
     sources = [command[command.index(option) + 1] for command in ran[:4] for option in options if option in command]
-    assert sources == [str(earlier / "kvpop-2")] * 4 and not comparison.cells
+    assert sources == [str(comparison.earlier / "kvpop-2")] * 4 and not comparison.cells
 
 
-@pytest.mark.parametrize("state", ["absent", "equal", "trained with others"])
-def test_shares_of_an_earlier_comparison_that_do_not_fit_are_refused_first(
-    tmp_path, reasoner, small, monkeypatch, state
-):
-    """Nothing is trained before."""
-    earlier, folder = tmp_path / "earlier", tmp_path / "here"
-    monkeypatch.setattr(commands, "_run", lambda command: pytest.fail(f"ran {command}"))
-    write_shares(earlier / "kvpop-frozen-base-2")
-    expected = {
-        "absent": "kvpop-2 is not there",
-        "equal": "kvpop-2 has no shares that are better than equal ones",
-        "trained with others": "kvpop-shares-2-seed-1 was trained with other shares",
-    }
-    if state == "equal":
-        (earlier / "kvpop-2").mkdir()
-        (earlier / "kvpop-2" / commands.NAME).write_text(json.dumps({"unit": "uniform"}))
-    elif state == "trained with others":
-        write_shares(earlier / "kvpop-2")
-        trained = folder / "kvpop-shares-2-seed-1"
-        trained.mkdir(parents=True)
-        (trained / commands.CONFIG_NAME).write_text(json.dumps({"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}))
-    with pytest.raises(SystemExit, match=expected[state]):
-        comparison = commands.Comparison(
-            folder, reasoner, True, ["programs"], 8, 1, size=4, shares=(2,), trainings=2, earlier=earlier
-        )
-        comparison.run_trained(["kvpop-frozen-base", "kvpop"], 2)
+@pytest.mark.parametrize(
+    "shares, run, line",
+    [
+        (None, None, "kvpop-2 is not there"),
+        ({"unit": "uniform"}, None, "kvpop-2 has no shares that are better than equal ones"),
+        ({"budget": 7}, None, r"kvpop-2 was measured at a budget of 7, not \d+"),
+        ({"head_dim": 64}, None, "kvpop-2 was made for a model with head_dim = 64"),
+        ({}, {"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}, "kvpop-shares-2-seed-1 was trained with other shares"),
+        ({}, {"topk": [12, 20]}, r"kvpop-shares-2-seed-1 was trained with --topk \[12, 20\], not \[12\]"),
+        ({}, {"window": [16]}, r"kvpop-shares-2-seed-1 was trained with --window \[16\], not \[8\]"),
+        ({}, {}, None),
+    ],
+)
+def test_what_does_not_fit_an_earlier_comparison_is_refused(with_earlier_shares, shares, run, line):
+    comparison = with_earlier_shares
+    if shares is None:
+        shutil.rmtree(comparison.earlier / "kvpop-2")
+    else:
+        write_shares(comparison, "kvpop", **shares)
+    if run is not None:
+        trained = comparison.folder / "kvpop-shares-2-seed-1"
+        (trained / commands.RUN).parent.mkdir(parents=True)
+        (trained / commands.CONFIG_NAME).touch()
+        settings = {"window": [8], "topk": [12], "shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}
+        (trained / commands.RUN).write_text(json.dumps(settings | run))
+    if line is None:
+        comparison.check_trained(["kvpop-frozen-base", "kvpop"])
+    else:
+        with pytest.raises(SystemExit, match=line):
+            comparison.check_trained(["kvpop-frozen-base", "kvpop"])
+
+
+def test_other_seeds_have_the_shares_that_were_found_for_the_first(tmp_path, reasoner, small):
+    comparison = commands.Comparison(tmp_path, reasoner, True, ["programs"], 8, 1, size=4, trainings=2)
+    folder = comparison.calibrations / "kvpop-2"
+    folder.mkdir(parents=True)
+    (folder / commands.NAME).write_text(json.dumps({"unit": "head"}))
+    comparison._calibration = lambda *_: iter(())
+    chain = [list(map(str, command)) for command in comparison._chain("kvpop", [], 2)]
+    shared = [command for command in chain if "--calibration" in command]
+    assert [command[command.index("--calibration") + 1] for command in shared] == [str(folder)] * 2
+    outs = [Path(command[command.index("--out") + 1]).name for command in shared]
+    assert outs == ["shares-2-kvpop.jsonl", "shares-2-kvpop-seed-1.jsonl"]
 
 
 def test_scorers_alone_are_trained_again(tmp_path):
@@ -456,6 +475,20 @@ def test_a_summary_takes_all_kinds_together(tmp_path):
         "tova,k,4,16,0.1250",
         "tova,k,8,16,0.0000",
     ]
+
+
+def test_records_of_another_draw_are_refused(tmp_path):
+    """Before seeds had problems of their own, records of any seed were of the first draw."""
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, seed=3)
+    path = comparison.records / "h2o.jsonl"
+    options = OPTIONS | {"rows": 8, "seed": 3, "share": None}
+    for unit in (SEEDS["test"][3 * DRAW_SIZE], SEEDS["test"][4 * DRAW_SIZE - 1]):
+        path.write_text(record_lines(options, {"policy": "h2o", "unit": unit}))
+        assert comparison._has(path, [], 8)
+    for unit in (SEEDS["test"][0], SEEDS["test"][4 * DRAW_SIZE], SEEDS["validation"][3 * DRAW_SIZE]):
+        path.write_text(record_lines(options, {"policy": "h2o", "unit": unit}))
+        with pytest.raises(SystemExit, match="h2o.jsonl has problems of another seed than 3"):
+            comparison._has(path, [], 8)
 
 
 @pytest.mark.parametrize(

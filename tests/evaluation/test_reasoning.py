@@ -67,7 +67,7 @@ def test_draws_share_no_problem(tokenizer):
     }
     assert all(len(prompts) == 6 for prompts in drawn.values()) and len(set.union(*drawn.values())) == 36
     for seed, count in ((-1, 2), (100_000, 2), (0, 10_001)):
-        with pytest.raises(ConfigError, match="seeds 0 to 99999 and at most 10000 --rows: lower --seed or --rows"):
+        with pytest.raises(ConfigError, match="seeds 0 to 99999 and at most 10000 --rows: change --seed or --rows"):
             make_questions(tokenizer, ["programs"], count, "test", 2, seed)
 
 

@@ -244,7 +244,7 @@ def test_claims_in_the_text_are_the_recorded_ones():
         for row in newest(RESULTS / "decode.csv", commit)[1]
         if row["configuration"].startswith("kvpop") and row["context"] <= 1000
     )
-    assert f"it is up to {100 * slower:.0f}% slower than dense" in text
+    assert f"`kvpop` is up to {100 * slower:.0f}% slower than dense" in text
 
 
 def test_examples_have_no_bare_function_words():
