@@ -236,14 +236,14 @@ class Comparison:
             if compression := contenders.VARIANT.fullmatch(variant)["shares"]:
                 shares = self._shares(variant, int(compression))
             for trained in [self.folder / name for name in (variant, *self._with_other_seeds(variant))]:
-                if not (trained / CONFIG_NAME).exists():
+                if not (trained / RUN).exists():
                     continue
                 run, options = json.loads((trained / RUN).read_text()), contenders.training_options(trained.name)
                 for option in ("window", "topk"):
-                    asked_for = list(map(int, _values(options, f"--{option}") or run[option]))
-                    if run[option] != asked_for:
+                    expected = list(map(int, _values(options, f"--{option}") or run[option]))
+                    if run[option] != expected:
                         sys.exit(
-                            f"{trained} was trained with --{option} {run[option]}, not {asked_for}: name another folder"
+                            f"{trained} was trained with --{option} {run[option]}, not {expected}: name another folder"
                         )
                 if shares and run["shares"] != shares:
                     sys.exit(

@@ -71,7 +71,9 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--untrained", nargs="*", choices=contenders.FREE, default=contenders.FREE, help="training-free policies"
     )
-    parser.add_argument("--against", default="kvpop", help="policy of the tables that differences are from (default: kvpop)")
+    parser.add_argument(
+        "--against", default="kvpop", help="policy of the tables that differences are from (default: kvpop)"
+    )
     parser.add_argument("--tables", action="store_true", help="write the tables of the records that are there, no more")
     return parser
 

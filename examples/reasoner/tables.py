@@ -42,7 +42,10 @@ def write_tables(folder: Path, suffix: str, against: str) -> None:
     pooled = [record | {"kind": "all", "unit": f"{record['kind']} {record['unit']}"} for record in records]
     curves = curves_of(summarise_reasoning(pooled, against), compressions)
     measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
-    tables = [f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items()]
+    measured = {name for curve in curves.values() for line in curve.values() for name in line}
+    tables = [
+        f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items() if value in measured
+    ]
     repeated = {record["policy"] for record in pooled if record.get("training")}
     of_seeds = [
         record | {"policy": f"{record['policy']}, seed {record['training']}", "training": 0}

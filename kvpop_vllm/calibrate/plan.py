@@ -30,7 +30,7 @@ QUERIES, EVICTING_QUERIES = 32, 4
 BUDGETS = 2, 4, 8
 """Default budgets of the report: the tokens after a prompt over these."""
 FACTORS = 2.0, 2.0**0.5, 2.0**0.25, 2.0**0.125
-"""By how much slots change in a round of improvement, one after the other."""
+"""Changes of slots in a round of improvement, tried one after the other."""
 ROUNDS = 8
 """Most rounds in which a table of shares is improved, by large steps and by smaller ones, under a policy other than :data:`PROBE`."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2

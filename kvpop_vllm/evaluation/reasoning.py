@@ -47,7 +47,9 @@ def make_questions(
         raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
     draws = len(SEEDS[split]) // DRAW_SIZE
     if count > DRAW_SIZE or not 0 <= seed < draws:
-        raise ConfigError(f"problems have seeds 0 to {draws - 1} and at most {DRAW_SIZE} --rows: change --seed or --rows")
+        raise ConfigError(
+            f"problems have seeds 0 to {draws - 1} and at most {DRAW_SIZE} --rows: change --seed or --rows"
+        )
     questions = []
     for kind in kinds:
         for number in SEEDS[split][seed * DRAW_SIZE :][:count]:

@@ -166,7 +166,7 @@ def groups_of_layers(config, spec_of) -> list[tuple[str, int]]:
 
 
 def test_groups_of_gpt_oss(tmp_path):
-    """By the published shape: windows and full attention form a group each, of 12 layers, whose pages have equal bytes."""
+    """Windows and full attention form a group each, of 12 layers, whose pages have equal bytes, by the published shape."""
     shutil.copy(ROOT / "docs/configs/gpt-oss-20b/config.json", tmp_path)
     config = configure(tmp_path, max_model_len=4096, block_size=None)
     model, sizes = engine_policy(config).model, {"num_kv_heads": 8, "head_size": 64, "dtype": torch.bfloat16}

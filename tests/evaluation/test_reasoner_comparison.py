@@ -224,7 +224,6 @@ def test_what_does_not_fit_an_earlier_comparison_is_refused(with_earlier_shares,
     if run is not None:
         trained = comparison.folder / "kvpop-shares-2-seed-1"
         (trained / commands.RUN).parent.mkdir(parents=True)
-        (trained / commands.CONFIG_NAME).touch()
         settings = {"window": [8], "topk": [12], "shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}
         (trained / commands.RUN).write_text(json.dumps(settings | run))
     if line is None:
@@ -475,6 +474,8 @@ def test_a_summary_takes_all_kinds_together(tmp_path):
         "tova,k,4,16,0.1250",
         "tova,k,8,16,0.0000",
     ]
+    write_tables(tmp_path, "", "rkv")
+    assert "less those of" not in (tmp_path / "summary.md").read_text(), "a table without a line"
 
 
 def test_records_of_another_draw_are_refused(tmp_path):
