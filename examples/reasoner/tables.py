@@ -19,6 +19,8 @@ MEASURES = {
     "fewer bytes": "bytes of a dense request over those of a request, prompts included",
 }
 """Measures of the summary."""
+TRAINED_WITH = "trained with shares of"
+"""Words in the name of a policy that was trained with the shares of a compression, before the compression."""
 
 
 def write_tables(folder: Path, suffix: str, against: str) -> None:
@@ -27,12 +29,17 @@ def write_tables(folder: Path, suffix: str, against: str) -> None:
     Args:
         folder: folder of the comparison.
         suffix: of the names of tables and of the folder of records, which says what problems they are of.
-        against: policy that differences are from.
+        against: policy that differences are from. Without records of its own it is the one that was trained with
+            shares.
     """
     records, compressions = records_of(folder / f"records{suffix}")
     if not records:
         sys.exit(f"{folder / f'records{suffix}'} has no records: name another folder, or leave --tables out")
-    if against not in {record["policy"] for record in records}:
+    names = sorted({record["policy"] for record in records})
+    with_shares = (name for name in names if name.startswith(f"{against}, {TRAINED_WITH}"))
+    if against not in names:
+        against = next(with_shares, against)
+    if against not in names:
         print(f"no differences: {against} has no records")
     table, summaries, answers = (
         folder / f"{stem}{suffix}{ending}"
@@ -85,7 +92,7 @@ def records_of(folder: Path) -> tuple[list[dict], dict[int, int]]:
             is_base = trains_base and options.get("teacher") is None and record["policy"] == DENSE
             policy = OWN if is_base else record["policy"]
             name = trained["policy"] if is_trained or shares else policy
-            name += f", trained with shares of {trained['shares']} times" if trained["shares"] else ""
+            name += f", {TRAINED_WITH} {trained['shares']} times" if trained["shares"] else ""
             unevicted = f"{name}, nothing evicted"
             name += ", shares" if shares and not trained["shares"] else ""
             name = {DENSE: DENSE, OWN: unevicted}.get(policy, name)

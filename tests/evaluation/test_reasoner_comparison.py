@@ -439,6 +439,28 @@ def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
     ]
 
 
+def test_differences_are_from_the_policy_trained_with_shares(tmp_path, capsys):
+    """Without records of its own, that is."""
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    base = {"length": 1200, "right": 1.0, "answered": True, "written": 9, "kind": "programs", "before_error": 1.0}
+    dense = [base | {"policy": "dense", "allocated": 6, "unit": unit, "exact": True} for unit in range(8)]
+    setting = {"budget": 125, "equal": "k", "window": 8, "topk": 99, "allocated": 2}
+    for stem, right in (("shares-8-kvpop-shares-8", 8), ("h2o", 4)):
+        records = [base | setting | {"policy": stem, "unit": unit, "exact": unit < right} for unit in range(8)]
+        (comparison.records / f"{stem}.jsonl").write_text(
+            record_lines({"share": [8], "teacher": "model"}, *dense, *records)
+        )
+    write_tables(tmp_path, "", "kvpop")
+    (tmp_path / "records" / "shares-8-kvpop-shares-8.jsonl").unlink()
+    _, differences = (tmp_path / "summary.md").read_text().split(
+        "Exact answers less those of kvpop, trained with shares of 8 times, of the same problems"
+    )
+    assert "| h2o | k | -0.50 (" in differences
+    capsys.readouterr()
+    write_tables(tmp_path, "", "kvpop")
+    assert "no differences: kvpop has no records" in capsys.readouterr().out
+
+
 def test_a_summary_takes_all_kinds_together(tmp_path):
     """Budgets are named by compression, kinds of problems with the same seed are counted apart, and the best comes first."""
     comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
