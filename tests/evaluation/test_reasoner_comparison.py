@@ -452,8 +452,10 @@ def test_differences_are_from_the_policy_trained_with_shares(tmp_path, capsys):
         )
     write_tables(tmp_path, "", "kvpop")
     (tmp_path / "records" / "shares-8-kvpop-shares-8.jsonl").unlink()
-    _, differences = (tmp_path / "summary.md").read_text().split(
-        "Exact answers less those of kvpop, trained with shares of 8 times, of the same problems"
+    _, differences = (
+        (tmp_path / "summary.md")
+        .read_text()
+        .split("Exact answers less those of kvpop, trained with shares of 8 times, of the same problems")
     )
     assert "| h2o | k | -0.50 (" in differences
     capsys.readouterr()
