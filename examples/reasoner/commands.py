@@ -162,18 +162,12 @@ class Comparison:
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
         """Yield the commands that solve the test problems with a policy's shares, where some are better than equal ones.
 
-        What is trained with shares has these at all compressions.
-
         Args:
             name: name of the policy here.
             words: model and policy.
         """
-        variant, measured_at = contenders.VARIANT.fullmatch(name), contenders.CALIBRATED
-        if variant["shares"]:
-            measured_at = {int(variant["shares"]): contenders.all_compressions()}
-        for measured, used in measured_at.items():
-            folder = self._source(name) if variant["shares"] else self.calibrations / f"{variant['policy']}-{measured}"
-            out = self._shared(name, measured)
+        for measured, used in contenders.CALIBRATED.items():
+            folder, out = self.calibrations / f"{name}-{measured}", self._shared(name, measured)
             if not self._has_shares(folder):
                 self.cells.pop(out, None)
                 continue
@@ -283,11 +277,8 @@ class Comparison:
 
     def _expect_shares(self, name: str) -> None:
         """Note the commands about a policy's shares."""
-        variant = contenders.VARIANT.fullmatch(name)
-        for c in contenders.calibrated_at(name) if not variant["shares"] else ():
-            files = {self._shared(name, c): "eval"}
-            if not variant["seed"]:
-                files[self.calibrations / f"{name}-{c}"] = "calibrate"
+        for c in contenders.calibrated_at(name):
+            files = {self._shared(name, c): "eval", self.calibrations / f"{name}-{c}": "calibrate"}
             for file, action in files.items():
                 if not (file / NAME if action == "calibrate" else file).exists():
                     self.cells[file] = action
@@ -325,7 +316,7 @@ class Comparison:
             fixed = [word for word in common if word != "--protect-prompt" or "uptrain" not in options]
             yield ["kvpop", "distill", *fixed, *options, "--steps", steps, "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        for compression in contenders.CALIBRATED if name == variant["policy"] else ():
+        for compression in contenders.CALIBRATED:
             yield from self._calibration(name, compression, [words[1], *decides])
         if not is_solved and not variant["shares"]:
             # a base that was trained answers without a policy too

@@ -9,10 +9,11 @@ that were found; and writes runs/summary.md (all kinds together), runs/table.md 
 on. Problems, records and calibrations of other problems, models, scorers or settings are refused.
 
 With --train-shares 12 each scorer is trained a second time, from the start, with the shares that were found for the
-first one at 12 times, which it then has at all budgets. With --calibrations EARLIER/calibrations the shares are those of
-an earlier comparison, and no scorer is trained with equal ones first. --trainings 3 trains each scorer, as it was trained last, with two more seeds, with
-the shares of the first. Intervals then draw trainings and problems. How long all this takes is printed before each
-command, as soon as one of each kind has been timed.
+first one at 12 times. With --calibrations EARLIER/calibrations the shares are those of an earlier comparison, and no
+scorer is trained with equal ones first. --trainings 3 trains each scorer, as it was trained last, with two more seeds,
+with the shares of the first. Every training is then measured, and solves problems with the shares that were found for
+it. Intervals draw trainings and problems. How long all this takes is printed before each command, as soon as one of
+each kind has been timed.
 
 --test-size 45 and --samples 16 solve other problems with what is trained, or each several times at --temperature. Their
 records and tables are named by it. --tables writes the tables of the records that are there, and makes nothing else.

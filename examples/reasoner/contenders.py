@@ -10,7 +10,7 @@ COMPRESSIONS = {4: (2, 4), 8: (6, 8), 16: (12, 16)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 WINDOWS = {16: (4, 8, 16), 32: (4, 8, 16), 64: (4, 8)}
 """Windows of training-free policies, each with the compressions at which it leaves slots."""
-CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12,), 16: (16,)}
+CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12, 16)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
 CALIBRATION_ROWS = 32
 """Validation problems that shares are measured on; as many others judge them."""
@@ -18,7 +18,7 @@ SHARES = re.compile(r"shares-\d+-(.*)")
 """Names of records of policies with shares, with the compression at which they were measured and the policy."""
 STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
-WIDE = {STATISTICS: (4,), "vase": (4, 8, 12)}
+WIDE = {STATISTICS: (4,), "vase": (4, 8)}
 """Policies whose own windows leave slots at some of :data:`CALIBRATED` alone."""
 WITHOUT_SHARES = "trimkv", "dms", "dense-longer"
 """Trained policies that have no shares: gates, and a base that nothing is evicted from."""
@@ -31,8 +31,8 @@ A key of :data:`TRAINED`, the compression whose shares it is trained with, and a
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
 BUDGETS = "--window 16 --topk 162 70 116 47 70"
 """Budgets of 1/6, 1/12 (twice), 1/8 and 1/16 of a worked solution, which problems take in turn."""
-FROZEN_BUDGETS = "--window 24 --topk 244 108 154 108 192"
-"""Budgets of 1/4, 1/8 (twice), 1/6 and 1/5, for bases that do not learn to do with less."""
+FROZEN_BUDGETS = "--window 32 --topk 236 100 146 100 184 --target-power 2"
+"""Budgets of 1/4, 1/8 (twice), 1/6 and 1/5, for bases that do not learn to do with less. A written line has 29 or 32 words."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
 BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
 GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"

@@ -25,7 +25,7 @@ class RetentionLoss:
 
     Args:
         roles: slot roles of the budget.
-        recipe: options of the boundary and listwise losses.
+        recipe: options of the boundary and listwise losses, and of their targets.
         seed: seed of the row.
 
     Attributes:
@@ -45,12 +45,14 @@ class RetentionLoss:
         lse = attention.lse
         if recipe.exact_targets:  # the pass has the log-normalisers of sparse attention
             lse = dense_attention(q, k, k, attention.scale, attention.sink_logits)[1]
+        # exp(power * (scale q.k - lse)) is the power of the attention
+        lse, scale = recipe.target_power * lse, recipe.target_power * attention.scale
         target = retention_target(
             q,
             k,
             lse,
             window=roles.window,
-            scale=attention.scale,
+            scale=scale,
             lookahead=recipe.lookahead,
             normalise=recipe.normalise,
             groups=recipe.groups,
@@ -75,7 +77,7 @@ class RetentionLoss:
         begins = [roles.first_long + topk for topk in attention.topk]
         if recipe.listwise and min(begins) < target.shape[-1]:
             positions = _positions(recipe.lists, min(begins), target.shape[-1], seed)
-            options = {"scale": attention.scale, "groups": recipe.groups, "begins": begins}
+            options = {"scale": scale, "groups": recipe.groups, "begins": begins}
             lists = listwise_loss(attention.score, attention.log_gamma, q, k, lse, positions, roles, **options)
             loss = loss + recipe.listwise * lists
         self.losses[attention.layer] = loss

@@ -11,7 +11,7 @@ from kvpop_vllm.config import ConfigError, TrainedBudget
 
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise"
-_OF_TARGET = "groups exact_targets"
+_OF_TARGET = "groups exact_targets target_power"
 _OF_REGRESSION = "groups lookahead normalise"
 _OF_DECAYS = "fit_decay_min fit_decay_max fit_decay_rows"
 _OF_SCORERS = (
@@ -26,7 +26,7 @@ _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query"), "kvzap": ("hidden",)}
 _AT_LEAST_1 = "length longest batch micro_batch steps samples lists decay_step kl_top fit_decay_rows gate_width features value_size hidden compression"
 _AT_LEAST_0 = "kl kl_focus ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead"
-_ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"
+_ABOVE_0 = "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau target_power"
 RANGES = (
     ("at least 1", lambda value: 1 <= value < math.inf, _AT_LEAST_1),
     ("at least 0", lambda value: 0 <= value < math.inf, _AT_LEAST_0),
@@ -147,6 +147,9 @@ class Recipe:
     normalise: bool = option(True, "divide a target by the number of queries that could attend")
     groups: str = option("max", "query heads of a KV head: max or mean")
     exact_targets: bool = option(False, "targets from dense log-normalisers (one more pass)")
+    target_power: float = option(
+        1.0, "power of the attention that targets add up; with 2 a token that is read sharply once counts more"
+    )
 
     capacity: float = option(1.0, "trimkv: weight of the capacity loss; M is sinks + window + topk")
     compression: float = option(8.0, "dms: tokens per token kept that training ends with; it begins with 1")

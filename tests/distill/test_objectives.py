@@ -268,6 +268,35 @@ def test_weights_of_the_scorers_losses(layer, retention):
     assert loss(**retention) == pytest.approx(expected, rel=1e-5) and min(parts.values()) > 0.1
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_targets_are_sums_of_a_power_of_the_attention(layer, power, exact):
+    """The listwise loss of a layer, by attention weights of the sparse mask or, if exact, of dense attention."""
+    q, k, _ = layer
+    roles, options = Retention(2 + WINDOW + 6, 2, WINDOW), {"boundary": 0.0, "listwise": 1.0, "lists": 5}
+    recipe = dataclasses.replace(RECIPE, **options, groups="mean", target_power=power, exact_targets=exact)
+    score, decays = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(2)), torch.full((2,), -0.1)
+    passes, observer = [], RetentionLoss(roles, recipe, seed=3)
+    Sparse(lambda *a: (score, decays), roles, lambda attention: (passes.append(attention), observer(attention)))(
+        0, q, k, k, SCALE
+    )
+    (attention,) = passes
+    lse = dense_attention(q, k, k, SCALE)[1] if exact else attention.lse
+    weights = ((q.view(2, 2, S, 8) @ k[0, :, None].mT * SCALE) - lse.view(2, 2, S, 1)).exp() ** power
+    drawn = torch.rand(5, generator=torch.Generator().manual_seed(3000))
+    begin = roles.first_long + 6
+    terms = []
+    for part in ((torch.arange(5) + drawn) / 5).tolist():
+        position = begin + int(part * (S - begin))
+        tokens = range(2, position - WINDOW + 1)
+        for h in range(2):
+            mass = torch.tensor([float(weights[h, :, position:, t].sum()) / 2 + 1e-8 for t in tokens])
+            ranked = torch.tensor([float(score[0, h, t]) - 0.1 * (position - t) for t in tokens])
+            p, log_q = mass / mass.sum(), ranked.log_softmax(0)
+            terms.append(float((p * (p.log() - log_q)).sum()))
+    assert observer.total().item() == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
 @pytest.mark.parametrize("positions", [7, LENGTH - 1, LENGTH])
 def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch, positions):
     monkeypatch.setattr("kvpop_vllm.distill.student.POSITIONS", positions)
