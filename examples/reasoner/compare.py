@@ -40,7 +40,7 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, default=HERE / "model", help="the reasoner (default: the shipped one)")
     parser.add_argument("--protect-prompt", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["programs", "ledgers"])
-    parser.add_argument("--steps", type=positive, default=1450, help="problems that each policy is trained on")
+    parser.add_argument("--steps", type=positive, default=2900, help="problems that each policy is trained on")
     parser.add_argument("--rows", type=positive, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
     parser.add_argument("--test-size", type=positive, help="steps of a test problem (default: --size)")

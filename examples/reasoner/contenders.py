@@ -33,13 +33,14 @@ BUDGETS = "--window 16 --topk 162 70 116 47 70"
 """Budgets of 1/6, 1/12 (twice), 1/8 and 1/16 of a worked solution, which problems take in turn."""
 FROZEN_BUDGETS = "--window 32 --topk 236 100 146 100 184 --target-power 2"
 """Budgets of 1/4, 1/8 (twice), 1/6 and 1/5, for bases that do not learn to do with less. A written line has 29 or 32 words."""
-LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
+SCORER = "--groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
+LISTWISE = f"--boundary 0 --listwise 1 --lists 64 {SCORER}"
 BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
 GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
 TRAINED = {
     "kvpop": f"{BUDGETS} {LISTWISE} {BASE} --skip",
     "kvpop-frozen-base": f"{FROZEN_BUDGETS} {LISTWISE} --no-train-base --skip",
-    "kvpop-boundary-loss": f"{BUDGETS} {LISTWISE} {BASE} --skip --boundary 1 --listwise 0",
+    "kvpop-boundary-loss": f"{BUDGETS} {SCORER} {BASE} --skip",
     "kvpop-immediate": f"{BUDGETS} {LISTWISE} {BASE} --skip --no-delayed",
     "kvpop-mlp": f"{BUDGETS} {LISTWISE} {BASE} --scorer mlp",
     "kvpop-mlp-frozen-base": f"{FROZEN_BUDGETS} {LISTWISE} --no-train-base --scorer mlp",

@@ -20,6 +20,7 @@ from kvpop_vllm.calibrate.command import options_of
 from kvpop_vllm.calibrate.plan import Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.cli import main, make_parser
+from kvpop_vllm.distill.command import recipe_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.evaluation.problems import DRAW_SIZE, SEEDS
@@ -236,6 +237,14 @@ def test_what_does_not_fit_an_earlier_comparison_is_refused(with_earlier_shares,
     else:
         with pytest.raises(SystemExit, match=line):
             comparison.check_trained(["kvpop-frozen-base", "kvpop"])
+
+
+@pytest.mark.parametrize("name", contenders.TRAINED)
+def test_every_policy_has_options_that_take_effect(name):
+    """The trainer refuses options without effect, as those of a loss with weight 0, and unknown ones."""
+    words = ["distill", "--model", "m", "--data", "d", "--out", "o", *contenders.COMMON.split()]
+    words += [] if name == "dense-longer" else ["--protect-prompt"]
+    recipe_of(make_parser().parse_args([*words, *contenders.training_options(name)]))
 
 
 def test_scorers_alone_are_trained_again(tmp_path):
