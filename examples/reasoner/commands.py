@@ -20,6 +20,8 @@ from kvpop_vllm.calibrate.records import differing
 from kvpop_vllm.calibration.shares import NAME, UNITS
 from kvpop_vllm.cli import make_parser
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.command import recipe_of
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.shares import read_shares
 from kvpop_vllm.evaluation.output import read_records
@@ -166,15 +168,24 @@ class Comparison:
             name: name of the policy here.
             words: model and policy.
         """
-        for measured, used in contenders.CALIBRATED.items():
-            folder, out = self.calibrations / f"{name}-{measured}", self._shared(name, measured)
-            if not self._has_shares(folder):
+        for measured in contenders.calibrated_at(name):
+            out, shares = self._shared(name, measured), self._shares_options(name, measured)
+            if not shares:
                 self.cells.pop(out, None)
-                continue
-            shares = [*words, "--calibration", folder, "--share", *used]
-            if not self._has(out, shares, self.rows):
-                shares += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
-                yield self._evaluation(out, [*shares, "--rows", self.rows])
+            elif not self._has(out, options := [*words, *shares], self.rows):
+                options += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
+                yield self._evaluation(out, [*options, "--rows", self.rows])
+
+    def _shares_options(self, name: str, measured: int) -> list:
+        """Return the options of `kvpop eval` for a policy with the shares that were found at a compression.
+
+        Where none are better than equal ones, what is trained with shares has equal ones. Other policies solve problems
+        with these anyway, and have no options here.
+        """
+        folder, used = self.calibrations / f"{name}-{measured}", ["--share", *contenders.CALIBRATED[measured]]
+        if self._has_shares(folder):
+            return ["--calibration", folder, *used]
+        return ["--allocator", "uniform", *used] if contenders.VARIANT.fullmatch(name)["shares"] else []
 
     @staticmethod
     def _has_shares(folder: Path) -> bool:
@@ -198,8 +209,7 @@ class Comparison:
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
-        common = ["--model", self.model, "--data", self.problems, *contenders.COMMON.split(), "--threads", 1]
-        common += ["--protect-prompt"] * self.protect
+        common = ["--model", self.model, "--data", self.problems, "--threads", 1]
         names = list(names)
         variants = [variant for name in names for variant in self._variants(name)]
         if self.trainings > 1 or not all(self._solved(name).exists() for name in variants):
@@ -218,12 +228,18 @@ class Comparison:
         with_shares = [f"{name}-shares-{c}" for c in self.shares]
         return with_shares if self.earlier else [name, *with_shares]
 
-    def check_trained(self, names: Iterable[str]) -> None:
+    def _training_words(self, name: str, steps: int) -> list:
+        """Return the options of `kvpop distill` for a policy, without those of files, threads and shares."""
+        options = contenders.training_options(name)
+        protect = ["--protect-prompt"] * (self.protect and "uptrain" not in options)
+        return [*contenders.COMMON.split(), *protect, *options, "--steps", steps]
+
+    def check_trained(self, names: Iterable[str], steps: int) -> None:
         """Check what policies are to be trained with against what they have been trained with.
 
         Raises:
-            SystemExit: an earlier comparison has no such shares, or a policy has been trained with others, or at other
-                budgets.
+            SystemExit: an earlier comparison has no such shares, or a policy has been trained with others, or with
+                another recipe.
         """
         for variant in [variant for name in names for variant in self._variants(name)]:
             shares = None
@@ -232,17 +248,16 @@ class Comparison:
             for trained in [self.folder / name for name in (variant, *self._with_other_seeds(variant))]:
                 if not (trained / RUN).exists():
                     continue
-                run, options = json.loads((trained / RUN).read_text()), contenders.training_options(trained.name)
-                for option in ("window", "topk"):
-                    expected = list(map(int, _values(options, f"--{option}") or run[option]))
-                    if run[option] != expected:
-                        sys.exit(
-                            f"{trained} was trained with --{option} {run[option]}, not {expected}: name another folder"
-                        )
-                if shares and run["shares"] != shares:
-                    sys.exit(
-                        f"{trained} was trained with other shares than those of {self._source(variant)}: name another folder"
-                    )
+                # a run from before a field existed has its default
+                run = Recipe.defaults() | json.loads((trained / RUN).read_text())
+                words = ["distill", "--out", str(trained), *map(str, self._training_words(trained.name, steps))]
+                recipe = recipe_of(make_parser().parse_args(words)).to_json()
+                recipe["shares"] = shares or run["shares"]
+                for option in (option for option in recipe if run[option] != recipe[option]):
+                    difference = f"--{option.replace('_', '-')} {run[option]}, not {recipe[option]}"
+                    if option == "shares":
+                        difference = f"other shares than those of {self._source(variant)}"
+                    sys.exit(f"{trained} was trained with {difference}: name another folder")
 
     def _shares(self, variant: str, compression: int) -> list[list[float]] | None:
         """Return the shares that a policy is trained with, None if they are still to be measured, or equal.
@@ -276,12 +291,15 @@ class Comparison:
             self._expect_shares(name)
 
     def _expect_shares(self, name: str) -> None:
-        """Note the commands about a policy's shares."""
+        """Note the commands about a policy's shares. What is there already is judged before anything runs."""
         for c in contenders.calibrated_at(name):
-            files = {self._shared(name, c): "eval", self.calibrations / f"{name}-{c}": "calibrate"}
-            for file, action in files.items():
-                if not (file / NAME if action == "calibrate" else file).exists():
-                    self.cells[file] = action
+            solved, folder = self._shared(name, c), self.calibrations / f"{name}-{c}"
+            if not (folder / NAME).exists():
+                self.cells[folder] = "calibrate"
+            elif options := self._shares_options(name, c):
+                self._has(solved, options, self.rows)
+            if not solved.exists():
+                self.cells[solved] = "eval"
 
     def _chain(self, name: str, common: list, steps: int) -> Iterator[list]:
         """Yield the commands of a trained policy, then those of the same one trained with the shares that were found.
@@ -312,11 +330,9 @@ class Comparison:
             equal = words
         is_solved = solved.exists() if variant["shares"] else self._has(solved, equal, self.rows)
         if not is_solved and not self._is_trained(name, steps):
-            options = contenders.training_options(name)
-            fixed = [word for word in common if word != "--protect-prompt" or "uptrain" not in options]
-            yield ["kvpop", "distill", *fixed, *options, "--steps", steps, "--out", out]
+            yield ["kvpop", "distill", *common, *self._training_words(name, steps), "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        for compression in contenders.CALIBRATED:
+        for compression in contenders.calibrated_at(name):
             yield from self._calibration(name, compression, [words[1], *decides])
         if not is_solved and not variant["shares"]:
             # a base that was trained answers without a policy too

@@ -113,7 +113,7 @@ def main(words: list[str] | None = None) -> None:
         earlier=options.calibrations,
     )
     comparison.prepare_calibration()
-    comparison.check_trained(options.only)
+    comparison.check_trained(options.only, options.steps)
     comparison.solve_dense()
     comparison.run_trained(options.only, options.steps)
     comparison.calibrate_untrained()

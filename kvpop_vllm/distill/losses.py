@@ -30,7 +30,8 @@ class RetentionLoss:
 
     Attributes:
         losses: layer -> scalar.
-        recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
+        recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads. It ranks by the same
+            targets as the losses, so runs of other powers do not compare by it.
     """
 
     def __init__(self, roles: Retention, recipe: Recipe, seed: int):
@@ -94,8 +95,8 @@ class RetentionLoss:
 
 def _positions(count: int, first: int, end: int, seed: int) -> list[int]:
     """Return at most ``count`` positions from first to end, one drawn from each of as many equal parts."""
-    parts = (torch.arange(count) + torch.rand(count, generator=torch.Generator().manual_seed(seed))) / count
-    return sorted({min(end - 1, first + int(part * (end - first))) for part in parts.tolist()})
+    fractions = (torch.arange(count) + torch.rand(count, generator=torch.Generator().manual_seed(seed))) / count
+    return sorted({min(end - 1, first + int(fraction * (end - first))) for fraction in fractions.tolist()})
 
 
 @torch.no_grad()

@@ -82,12 +82,12 @@ def test_regression_token_by_token(layer, groups):
             masses = [float(weights[h, g, t + WINDOW :, t].sum()) / (S - WINDOW - t) for g in range(2)]
             targets[h, t] = math.log((max(masses) if groups == "max" else sum(masses) / 2) + 1e-8)
             errors[h, t] = float(scores.detach()[0, t, h]) - targets[h, t]
-    loss, parts = attend.loss()
+    loss, measures = attend.loss()
     mean = sum(error**2 for error in errors.values()) / len(errors)
     assert float(loss.detach()) == pytest.approx(mean, rel=1e-3)
     means = [sum(target for (h, _), target in targets.items() if h == head) / (S - WINDOW - 2) for head in range(2)]
     variance = sum((target - means[h]) ** 2 for (h, _), target in targets.items()) / len(errors)
-    assert parts == {"explained": pytest.approx(1 - mean / variance, rel=1e-2)}
+    assert measures == {"explained": pytest.approx(1 - mean / variance, rel=1e-2)}
     (gradient,) = torch.autograd.grad(loss, scores)
     expected = torch.zeros(S, 2)
     for (h, t), error in errors.items():
@@ -116,7 +116,7 @@ def test_listwise_loss_token_by_token(layer, groups, step):
                 mass.append((max(heads) if groups == "max" else sum(heads) / 2) + 1e-8)
             weight = [math.exp(float(score[0, h, t]) + (query - t) // step * float(log_gamma[h])) for t in tokens]
             shares = [(m / sum(mass), w / sum(weight)) for m, w in zip(mass, weight, strict=True)]
-            terms.append(sum(p * math.log(p / other) for p, other in shares))
+            terms.append(sum(p * math.log(p / q_share) for p, q_share in shares))
     loss = listwise_loss(score, log_gamma, q, k, lse, queries, roles, scale=SCALE, groups=groups)
     assert float(loss) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
     options = {"scale": SCALE, "groups": groups, "begins": [13, 21]}  # the second head has more slots
@@ -263,9 +263,9 @@ def test_weights_of_the_scorers_losses(layer, retention):
         Sparse(lambda *a: (score, decays), roles, observer)(0, q, k, k, SCALE)
         return observer.total().item()
 
-    parts = {"boundary": loss(boundary=1.0), "listwise": loss(boundary=0.0, listwise=1.0)}
-    expected = sum(weight * parts[name] for name, weight in retention.items())
-    assert loss(**retention) == pytest.approx(expected, rel=1e-5) and min(parts.values()) > 0.1
+    measures = {"boundary": loss(boundary=1.0), "listwise": loss(boundary=0.0, listwise=1.0)}
+    expected = sum(weight * measures[name] for name, weight in retention.items())
+    assert loss(**retention) == pytest.approx(expected, rel=1e-5) and min(measures.values()) > 0.1
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -303,8 +303,10 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     recipe = dataclasses.replace(RECIPES["base"], kl=0.7, ce=0.3, boundary=2.0)
     teacher = teacher_of(load_model(model, torch.float32))
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), teacher=teacher, quiet=True)
-    loss, parts = trainer.student(tokens := Rows(LENGTH)[0].unsqueeze(0), 0, teacher(tokens, 0))
-    assert loss.item() == pytest.approx(float(0.7 * parts["kl"] + 0.3 * parts["ce"] + parts["retention"]), rel=1e-5)
+    loss, measures = trainer.student(tokens := Rows(LENGTH)[0].unsqueeze(0), 0, teacher(tokens, 0))
+    assert loss.item() == pytest.approx(
+        float(0.7 * measures["kl"] + 0.3 * measures["ce"] + measures["retention"]), rel=1e-5
+    )
     tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
     attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, window=roles.window), roles)
@@ -312,9 +314,9 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
         logits = trainer.student.base(tokens, attend=attend).logits
         dense = trainer.student.base(tokens, attend=Dense()).logits
     ce = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
-    assert parts["ce"] == pytest.approx(ce.item(), rel=1e-4)
+    assert measures["ce"] == pytest.approx(ce.item(), rel=1e-4)
     best = dense.topk(32)
-    assert parts["kl"] == pytest.approx(top_kl(logits, best.values, best.indices).item(), rel=1e-3)
+    assert measures["kl"] == pytest.approx(top_kl(logits, best.values, best.indices).item(), rel=1e-3)
 
 
 def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
@@ -328,9 +330,9 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
         return masked_attention(q, k, v, mask.expand(*k.shape[:2], -1, -1), scale)[0]
 
     logits, ids = base(tokens, attend=Dense()).logits.topk(32)
-    _, parts = trainer.student(tokens, 0, (logits, ids))
+    _, measures = trainer.student(tokens, 0, (logits, ids))
     expected = top_kl(base(tokens, attend=naive).logits, logits, ids)
-    assert parts["kl"] == pytest.approx(expected.item(), rel=1e-4) and parts["kl"] > 0.01
+    assert measures["kl"] == pytest.approx(expected.item(), rel=1e-4) and measures["kl"] > 0.01
 
 
 @pytest.mark.parametrize("exact", [False, True])

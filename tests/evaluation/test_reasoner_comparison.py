@@ -198,13 +198,13 @@ def test_shares_of_an_earlier_comparison_are_trained_with_at_once(with_earlier_s
     """Scorers are not trained without them first. What is no scorer, and what is measured here, is as without them."""
     comparison, ran = with_earlier_shares, []
     monkeypatch.setattr(commands, "_run", lambda command: ran.append(list(map(str, command))))
-    comparison.check_trained(["kvpop", "streaming-plus"])
+    comparison.check_trained(["kvpop", "streaming-plus"], 2)
     comparison.run_trained(["kvpop", "streaming-plus"], 2)
     outs = [str(Path(command[command.index("--out") + 1]).relative_to(comparison.folder)) for command in ran]
     trained = ["kvpop-shares-2", "kvpop-shares-2-seed-1"]
-    of_scorer = [out for name in trained for out in (name, f"calibrations/{name}-2")]
+    of_scorer = [out for name in trained for out in (name, f"calibrations/{name}-2", f"records/shares-2-{name}.jsonl")]
     assert outs == [*of_scorer, "streaming-plus", "calibrations/streaming-plus-2", "records/streaming-plus.jsonl"]
-    sources = [command[command.index("--shares") + 1] for command in ran[:4] if command[1] == "distill"]
+    sources = [command[command.index("--shares") + 1] for command in ran[:6] if command[1] == "distill"]
     assert sources == [str(comparison.earlier / "kvpop-2")] * 2 and not comparison.cells
 
 
@@ -217,6 +217,8 @@ def test_shares_of_an_earlier_comparison_are_trained_with_at_once(with_earlier_s
         ({"head_dim": 64}, None, "kvpop-2 was made for a model with head_dim = 64"),
         ({}, {"shares": [[1.2, 0.8], *[[1.0, 1.0]] * 3]}, "kvpop-shares-2-seed-1 was trained with other shares"),
         ({}, {"topk": [12, 20]}, r"kvpop-shares-2-seed-1 was trained with --topk \[12, 20\], not \[12\]"),
+        ({}, {"steps": 9}, "kvpop-shares-2-seed-1 was trained with --steps 9, not 2"),
+        ({}, {"lists": 16}, "kvpop-shares-2-seed-1 was trained with --lists 16, not 64"),
         ({}, {"window": [16]}, r"kvpop-shares-2-seed-1 was trained with --window \[16\], not \[8\]"),
         ({}, {}, None),
     ],
@@ -230,13 +232,15 @@ def test_what_does_not_fit_an_earlier_comparison_is_refused(with_earlier_shares,
     if run is not None:
         trained = comparison.folder / "kvpop-shares-2-seed-1"
         (trained / commands.RUN).parent.mkdir(parents=True)
-        settings = {"window": [8], "topk": [12], "shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}
+        words = ["distill", "--out", "o", *map(str, comparison._training_words(trained.name, 2))]
+        settings = recipe_of(make_parser().parse_args(words)).to_json() | {"shares": [[1.5, 0.5], *[[1.0, 1.0]] * 3]}
+        settings.pop("target_power")  # of a run from before there was such a field
         (trained / commands.RUN).write_text(json.dumps(settings | run))
     if line is None:
-        comparison.check_trained(["kvpop-frozen-base", "kvpop"])
+        comparison.check_trained(["kvpop-frozen-base", "kvpop"], 2)
     else:
         with pytest.raises(SystemExit, match=line):
-            comparison.check_trained(["kvpop-frozen-base", "kvpop"])
+            comparison.check_trained(["kvpop-frozen-base", "kvpop"], 2)
 
 
 @pytest.mark.parametrize("name", contenders.TRAINED)
@@ -271,6 +275,37 @@ def test_the_base_of_what_is_trained_with_shares_answers_once(tmp_path, monkeypa
         assert train[1] == "distill"
         assert [Path(command[-1]).name for command in solved] == [f"shares-{c}-{name}.jsonl" for c in (4, 8, 12)]
         assert ["--no-dense" not in command for command in solved] == base_answers
+
+
+def test_what_is_trained_with_shares_is_solved_with_equal_ones_where_these_are_best(tmp_path):
+    """At every compression, so that all trainings count, and its base answers."""
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
+    comparison._calibration = lambda *_: iter(())
+    for name, solves in (("kvpop-shares-12", [4, 8, 12]), ("kvpop", [4, 8])):
+        for c, unit in ((4, "head"), (8, "head"), (12, "uniform")):
+            folder = comparison.calibrations / f"{name}-{c}"
+            folder.mkdir(parents=True)
+            (folder / commands.NAME).write_text(json.dumps({"unit": unit}))
+        solved = [list(map(str, command)) for command in comparison._training_commands(name, [], 9)][1:]
+        shared = {Path(command[-1]).name: command for command in solved if "shares-" in Path(command[-1]).name}
+        assert [*shared] == [f"shares-{c}-{name}.jsonl" for c in solves]
+        if last := shared.get("shares-12-kvpop-shares-12.jsonl"):
+            assert "--calibration" not in last and "--no-dense" not in last
+            assert last[last.index("--allocator") + 1] == "uniform"
+            assert last[last.index("--share") + 1 : last.index("--rows")] == ["12", "16"]
+
+
+def test_records_with_other_shares_are_refused_before_anything_runs(tmp_path):
+    """As those of a training that had the shares of its training at all compressions."""
+    comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    name, options = "kvpop-shares-12", OPTIONS | {"rows": 8, "share": [2, 4, 6, 8, 12, 16]}
+    folder = comparison.calibrations / f"{name}-12"
+    folder.mkdir(parents=True)
+    (folder / commands.NAME).write_text(json.dumps({"unit": "head"}))
+    record = {"policy": "dense", "kind": "programs", "unit": SEEDS["test"][0], "exact": True}
+    (comparison.records / f"shares-12-{name}.jsonl").write_text(record_lines(options, record))
+    with pytest.raises(SystemExit, match=r"has share \[2, 4, 6, 8, 12, 16\], not \[12, 16\]"):
+        comparison._expect(name, 9)
 
 
 def test_trainings_are_summarised_together_and_each(tmp_path):
