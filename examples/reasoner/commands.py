@@ -182,7 +182,7 @@ class Comparison:
         Where none are better than equal ones, what is trained with shares has equal ones. Other policies solve problems
         with these anyway, and have no options here.
         """
-        folder, used = self.calibrations / f"{name}-{measured}", ["--share", *contenders.CALIBRATED[measured]]
+        folder, used = self.calibrations / f"{name}-{measured}", ["--share", *contenders.calibrated_at(name)[measured]]
         if self._has_shares(folder):
             return ["--calibration", folder, *used]
         return ["--allocator", "uniform", *used] if contenders.VARIANT.fullmatch(name)["shares"] else []

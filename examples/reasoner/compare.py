@@ -58,10 +58,10 @@ def options_parser() -> argparse.ArgumentParser:
         "--train-shares",
         type=int,
         nargs="*",
-        choices=contenders.CALIBRATED,
+        choices=contenders.CALIBRATED_SCORERS,
         default=[],
         metavar="C",
-        help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.CALIBRATED))} (default: do not)",
+        help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.CALIBRATED_SCORERS))} (default: do not)",
     )
     parser.add_argument(
         "--calibrations",

@@ -12,6 +12,8 @@ WINDOWS = {16: (4, 8, 16), 32: (4, 8, 16), 64: (4, 8)}
 """Windows of training-free policies, each with the compressions at which it leaves slots."""
 CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12, 16)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
+CALIBRATED_SCORERS = {8: (2, 4, 6, 8), 12: (12, 16)}
+"""The same for trained scorers, which lose next to nothing at 4 times less with half as many slots."""
 CALIBRATION_ROWS = 32
 """Validation problems that shares are measured on; as many others judge them."""
 SHARES = re.compile(r"shares-\d+-(.*)")
@@ -77,9 +79,11 @@ def training_options(name: str) -> list[str]:
     return TRAINED[variant["policy"]].split() + (["--seed", variant["seed"]] if variant["seed"] else [])
 
 
-def calibrated_at(name: str) -> tuple[int, ...]:
-    """Return the compressions at which a policy's shares are measured."""
-    return WIDE.get(name, tuple(CALIBRATED))
+def calibrated_at(name: str) -> dict[int, tuple[int, ...]]:
+    """Return the compressions at which a policy's shares are measured, each with those at which they are used."""
+    if VARIANT.fullmatch(name)["policy"] in TRAINED and is_scorer(name):
+        return CALIBRATED_SCORERS
+    return {compression: CALIBRATED[compression] for compression in WIDE.get(name, CALIBRATED)}
 
 
 def all_compressions() -> tuple[int, ...]:

@@ -62,6 +62,7 @@ def small(monkeypatch):
     monkeypatch.setattr(contenders, "WINDOWS", {8: (2,)})
     monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
+    monkeypatch.setattr(contenders, "CALIBRATED_SCORERS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
     monkeypatch.setattr(commands, "_run", run_here)
     monkeypatch.setattr(contenders, "COMMON", contenders.COMMON.replace("1600", "300"))
@@ -264,16 +265,16 @@ def test_the_base_of_what_is_trained_with_shares_answers_once(tmp_path, monkeypa
     comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     comparison._calibration = lambda *_: iter(())
     for name, base_answers in (
-        ("kvpop-shares-12-seed-1", [False, False, True]),
-        ("kvpop-frozen-base-shares-12", [False] * 3),
+        ("kvpop-shares-12-seed-1", [False, True]),
+        ("kvpop-frozen-base-shares-12", [False] * 2),
     ):
-        for c in contenders.CALIBRATED:
+        for c in contenders.CALIBRATED_SCORERS:
             folder = comparison.calibrations / f"{name}-{c}"
             folder.mkdir(parents=True)
             (folder / commands.NAME).write_text(json.dumps({"unit": "head"}))
         train, *solved = (list(map(str, command)) for command in comparison._training_commands(name, [], 9))
         assert train[1] == "distill"
-        assert [Path(command[-1]).name for command in solved] == [f"shares-{c}-{name}.jsonl" for c in (4, 8, 12)]
+        assert [Path(command[-1]).name for command in solved] == [f"shares-{c}-{name}.jsonl" for c in (8, 12)]
         assert ["--no-dense" not in command for command in solved] == base_answers
 
 
@@ -281,8 +282,8 @@ def test_what_is_trained_with_shares_is_solved_with_equal_ones_where_these_are_b
     """At every compression, so that all trainings count, and its base answers."""
     comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     comparison._calibration = lambda *_: iter(())
-    for name, solves in (("kvpop-shares-12", [4, 8, 12]), ("kvpop", [4, 8])):
-        for c, unit in ((4, "head"), (8, "head"), (12, "uniform")):
+    for name, solves in (("kvpop-shares-12", [8, 12]), ("kvpop", [8])):
+        for c, unit in ((8, "head"), (12, "uniform")):
             folder = comparison.calibrations / f"{name}-{c}"
             folder.mkdir(parents=True)
             (folder / commands.NAME).write_text(json.dumps({"unit": unit}))
@@ -673,7 +674,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     }
     assert set(calibrated) == {f"{name}-{c}" for name in ("kvpop-mlp", *untrained) for c in (4, 8, 12)} - {"vase-12"}
     assert all(command[command.index("--budget") + 2].startswith("--") for command in calibrated.values())
-    budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (4, 8, 12)]
+    budgets = [int(calibrated[f"tova-{c}"][calibrated[f"tova-{c}"].index("--budget") + 1]) for c in (8, 12)]
     assert budgets == [budgets[0], budgets[0] // 2, budgets[0] // 3]
     assert {command[command.index("--shares") + 1] for command in calibrated.values()} == {"head"}
     assert calibrated["kvpop-mlp-8"][2] == str(tmp_path / "kvpop-mlp/model") and "--scorer" in calibrated["kvpop-mlp-8"]
