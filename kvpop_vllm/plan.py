@@ -93,7 +93,7 @@ def compute(options) -> Result:
     model = Planned.of(options)
     scorer = _scorer_kind(options, model)
     classes, notes = _classes(options)
-    pool, requests, pools, unused = model.pool(), {}, {}, []
+    pool, requests, pools, unused, refusals = model.pool(), {}, {}, [], []
     # default budgets are rounded up
     for budget in options.budget or sorted({-(-model.length // share) for share in SHARES}, reverse=True):
         # a policy that cannot use a budget gets a note, and the others their rows
@@ -104,13 +104,14 @@ def compute(options) -> Result:
                 used = pools[cls.name, budget] = replace(pool, states=2 if _caches_prefixes(policy, model) else 1)
                 requests[cls.name, budget], waste = _bytes_of_rank(used, model, policy, options.prompt_length)
             except ConfigError as error:
-                notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
+                refusals.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             unused += [] if waste is None else [waste]
     if not requests:
-        raise ConfigError(notes[-1])
+        # the first: that of the last policy may be about its statistics alone
+        raise ConfigError(refusals[0])
     large = _large_blocks(pools, requests, model.length) if pool.has_states else []
-    notes = [*_before(model, pool, scorer), *notes, *large, *_after(classes, unused)]
+    notes = [*_before(model, pool, scorer), *notes, *refusals, *large, *_after(classes, unused)]
     return Result(model, pool, model.stock_request(), requests, notes)
 
 

@@ -243,6 +243,16 @@ def test_what_ranks_and_stages_waste(planned, tmp_path):
     assert main(["plan", "--model", str(tmp_path), *size, "--pipeline-parallel", "31"]) == 2
 
 
+def test_what_no_policy_can_use_is_the_error(tmp_path, capsys):
+    """The last policy lacks statistics, which is not why the others are refused."""
+    (tmp_path / "config.json").write_text(json.dumps(DEMO))
+    (tmp_path / "shares.json").write_text(json.dumps({"shares": [[1, 2]] * 2}))
+    words = ["--kv-memory", "512MiB", "--budget", "1024", "--calibration", str(tmp_path / "shares.json")]
+    assert main(["plan", "--model", str(tmp_path), "--max-model-len", "8192", *words]) == 2
+    error = capsys.readouterr().err
+    assert "shares must be 30 lists of 3 numbers" in error and "statistics" not in error, error
+
+
 def test_corrections_allocators_and_budgets(planned):
     size = "--max-model-len", "8192", "--kv-memory", "512MiB"
     lines, rows = planned(DEMO | {"max_position_embeddings": 8192}, *size[2:])

@@ -1,6 +1,7 @@
 """Settings of a calibration, what follows from them, and the work that it takes."""
 
 import hashlib
+import itertools
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
-from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, PolicySettings, resolve_retention
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
@@ -171,9 +172,23 @@ class Plan:
             self.queries = length
         if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
             raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
+        self._check_budgets()
         self.shards = self._shards()
         # heads take most of the time, and layers that lose little have little to divide
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
+
+    def _check_budgets(self) -> None:
+        """Check that every policy can have every budget, before anything is measured."""
+        for spec, budget in itertools.product(self.specs.values(), self.budgets):
+            if not policies.get(spec.policy).calibrated:
+                spec.resolve(self.shape, budget)
+                continue
+            # its statistics are measured first, and roles of slots need none
+            cls, settings = policies.get(spec.policy), PolicySettings(spec.policy, budget)
+            try:
+                resolve_retention(settings, self.length, None, sinks=cls.default_sinks, window=cls.default_window)
+            except ConfigError as error:
+                raise ConfigError(f"{spec.name}: {str(error).replace('--kv-', '--')}") from None
 
     def _shards(self) -> list[Shard]:
         """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""

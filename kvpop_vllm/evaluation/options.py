@@ -6,6 +6,7 @@ Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to ch
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from kvpop_vllm import policies
 from kvpop_vllm.calibration.shares import check_holds_any, has_shares
@@ -77,12 +78,17 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     ``--protect-prompt`` and ``--correction``.
     """
     names, shapes = options.policies, {}
-    if names is None:  # rows of other tasks are not prompts with answers
-        names = [name for name in default if options.task in ANSWERED or not policies.get(name).compresses]
+    if names is None:
+        # rows of other tasks are not prompts with answers, and nothing protects a prompt that is compressed
+        takes_any = options.task in ANSWERED and options.protect_prompt is None
+        names = [name for name in default if takes_any or not policies.get(name).compresses]
+        if options.task in ANSWERED and (left_out := [name for name in default if name not in names]):
+            note(f"left out with --protect-prompt: {', '.join(left_out)}, which compress prompts")
     folders = [folder for folder in options.calibration or () if folder != NO_CALIBRATION]
     for folder in folders:
         check_holds_any(folder, CONFIG_NAME)
-    specs = [training_free(name).measured(next(iter(folders), None)) for name in names]
+    statistics = next((folder for folder in folders if (Path(folder) / CONFIG_NAME).is_file()), None)
+    specs = [training_free(name).measured(statistics or next(iter(folders), None)) for name in names]
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
         specs.append(spec)
@@ -172,10 +178,11 @@ def _agreed(values: dict[str, int], name: str, default: int, condition: str = ""
 def budgets(options, length: int) -> list[tuple[int, str]]:
     """Return the budgets for rows of ``length`` tokens, each with its derivation as text."""
     if options.budget:
-        return [(budget, str(budget)) for budget in options.budget]
+        return [(budget, str(budget)) for budget in dict.fromkeys(options.budget)]
     if 1 in (options.share or ()):
         raise ConfigError("--share 1 keeps everything, and there is nothing to compare: give at least 2")
-    return [(length // share, f"{length} / {share} = {length // share}") for share in options.share or DEFAULT_SHARES]
+    shares = dict.fromkeys(options.share or DEFAULT_SHARES)
+    return [(length // share, f"{length} / {share} = {length // share}") for share in shares]
 
 
 def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple[int, int]:
@@ -215,7 +222,7 @@ def settings_of(
     settings, after_budget = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
         for (budget, derivation), equal in itertools.product(
-            budgets(options, written or length), options.equal or EQUAL
+            budgets(options, written or length), dict.fromkeys(options.equal or EQUAL)
         ):
             if budget > length - after_budget:
                 raise ConfigError(

@@ -50,8 +50,8 @@ class Setting:
 
     @property
     def positions(self) -> list[int]:
-        """Positions of the queries for recall: S / 2 (or B) and 3 S / 4."""
-        return [min(q, self.length - 2) for q in (max(self.length // 2, self.budget), 3 * self.length // 4)]
+        """Positions of the queries for recall: S / 2 and 3 S / 4, each at least B."""
+        return [min(max(q, self.budget), self.length - 2) for q in (self.length // 2, 3 * self.length // 4)]
 
     def resolve(self, spec: PolicySpec, model: ModelShape, dtype: torch.dtype) -> ResolvedPolicy:
         """Return a spec with this budget, or with the largest one of as many bytes.

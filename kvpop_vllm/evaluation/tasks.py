@@ -200,7 +200,7 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
 
 def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
     """Return the specs that can be used with all settings. Print why others are left out."""
-    names, reasons = [], list(policies.loadable()[1])
+    names, refusals = [], []
     for spec in specs:
         try:
             resolve_all(itertools.product([spec], settings), shape, dtype)
@@ -209,10 +209,10 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
             # the user has named a scorer, so it is not left out silently
             if spec.scorer is not None:
                 raise
-            reasons.append(str(error))
+            refusals.append(str(error))
     if not names:
-        raise ConfigError(reasons[-1])
-    for line in reasons:
+        raise ConfigError(refusals[0])
+    for line in (*policies.loadable()[1], *refusals):
         note(f"left out: {line}")
     return names
 

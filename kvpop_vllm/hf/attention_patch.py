@@ -59,6 +59,7 @@ class AttentionCache:
         columns: columns seen so far, pads included.
         text: ``[R, L]`` ids of the first columns, and of tokens that were not read yet, or None without ``generate()``.
         next_text: ``[R, L]`` ids of the text that a call of ``generate()`` goes on with, until its first pass.
+        text_columns: number of columns of that text until the call ends, else 0.
     """
 
     borrows: bool
@@ -67,6 +68,7 @@ class AttentionCache:
     columns: int
     text: torch.Tensor | None
     next_text: torch.Tensor | None
+    text_columns: int
 
 
 def cache_in(named: Mapping[str, object]) -> AttentionCache | None:
@@ -266,11 +268,13 @@ def _watch_generate() -> None:
         by_name = list(signature.bind_partial(model, *positional).arguments.items())[1:]
         named = with_cache(dict(by_name) | named, cache)
         cache.next_text = named.get("input_ids") if named.get("inputs") is None else named["inputs"]
+        text = named.get("inputs_embeds") if cache.next_text is None else cache.next_text
+        cache.text_columns = 0 if text is None else text.shape[1]
         criteria = [_TakesPart(cache), *(named.get("stopping_criteria") or ())]
         try:
             return original(model, **named | {"stopping_criteria": StoppingCriteriaList(criteria)})
         finally:
-            cache.next_text = None
+            cache.next_text, cache.text_columns = None, 0
 
     GenerationMixin.generate = generate
 

@@ -47,7 +47,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
     A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
     retain is freed after the first step that follows it. A later call must bring the whole text so far, all of which is
     computed again. Where the text comes in pieces (``prefill_chunk_size``), give ``prompt``: without it each piece is
-    compressed until another one follows, and a last piece of one token is taken for an answer's.
+    compressed until another one follows.
 
     Args:
         model: model of transformers. Hooks are registered on it. Passes without such a cache are unchanged.
@@ -80,6 +80,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         text: ``[R, L]`` ids of the tokens seen in calls of ``generate()``, with which the text of a later one begins,
             or None.
         next_text: ``[R, L]`` ids of the text of a call of ``generate()`` until its first pass, else None.
+        text_columns: number of columns of that text until the call ends, else 0.
         policy: policy, resolved as in an engine.
         settings: arguments of the constructor, but model and device.
         protected: p of each row, which may be shorter.
@@ -160,6 +161,7 @@ class KVpopCache(SavedCache, CachePasses, AllocatedLayers, TransformersCache, At
         self._columns, self._lengths, self.passes = 0, [], 0
         self.text: torch.Tensor | None = None
         self.next_text: torch.Tensor | None = None
+        self.text_columns = 0
         self.protected: list[int] = []
         self._most_protected = 0
 

@@ -42,7 +42,8 @@ class CachePasses:
         self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         in_tails = [before > 0 and before >= p for before, p in zip(lengths, self.protected, strict=True)]
-        decoding = length == 1 and columns == self._columns and len(lengths) > 0 and all(in_tails)
+        of_text = columns < self.text_columns
+        decoding = length == 1 and not of_text and columns == self._columns and len(lengths) > 0 and all(in_tails)
         cartridge_slots = self._cartridges.count
         lengths = lengths or [cartridge_slots] * rows
         recorded = self._is_recorded(inputs.device, decoding)
@@ -65,6 +66,9 @@ class CachePasses:
             check_positions(positions, position_ids - cartridge_slots, counts)
         if self.text is not None and self.next_text is not None and len(self.text) == len(self.next_text):
             check_text(self.next_text, self.text, mask, columns)
+        elif self.text is not None:
+            # generate() also knows the token that this pass should have read
+            self.text = self.text[:, :columns]
         self.next_text = None
         self._most_protected = max(map(min, protected, after))
         for layer in self._layers.values():
@@ -115,7 +119,8 @@ class CachePasses:
     ) -> list[int]:
         """Return p of each row in a pass of prefill.
 
-        p covers a prompt, or the rest of one. A single token after a prompt is an answer's, and leaves p.
+        p covers a prompt, or the rest of one. A single token after a prompt is an answer's, and leaves p, unless
+        it belongs to the text of a call of ``generate()``.
 
         Args:
             columns: columns after which the pass continues.
@@ -128,7 +133,9 @@ class CachePasses:
         protects = self._rows.protects(self.policy, len(lengths))
         return [
             cartridge_slots + protected_tokens(protect, end - cartridge_slots)
-            if columns < self._columns or p == before and (length > 1 or before == cartridge_slots)
+            if columns < self._columns
+            or p == before
+            and (length > 1 or before == cartridge_slots or columns < self.text_columns)
             else p
             for protect, p, before, end in zip(protects, protected, lengths, after, strict=True)
         ]
@@ -193,7 +200,8 @@ class CachePasses:
                 "layers with windows, chunks or recurrent states have given up what they would need to go back to the protected"
                 " tokens: reset() the KVpopCache, and give generate() the whole text"
             )
-        return reusable, [max(0, length - (self._columns - reusable)) for length in self._lengths]
+        dropped = self._columns - reusable
+        return reusable, [max(self._cartridges.count, length - dropped) for length in self._lengths]
 
     def _check_lengths(self, lengths: list[int], after: list[int], columns: int) -> None:
         """Check that rows may grow from some lengths to others, in so many columns. Warn beyond the model's positions.

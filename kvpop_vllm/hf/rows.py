@@ -61,6 +61,10 @@ class Rows:
             policy.retention_of(budget)
         if _several(self.protect_prompt):
             entries = [protection(entry) for entry in self.protect_prompt]
+            if policy.compresses and any(entry is not None for entry in entries):
+                raise ConfigError(
+                    f"--kv-policy {policy.name} holds the prompt until its end anyway: leave protect_prompt out"
+                )
             self.protect_prompt = [policy.default_protect if entry is None else entry for entry in entries]
 
     def check_number(self, rows: int) -> None:
@@ -76,7 +80,7 @@ class Rows:
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
         """Return the number of protected tokens of each row, True for the whole prompt."""
-        if _several(self.protect_prompt):
+        if _several(self.protect_prompt) and not policy.compresses:
             return self.protect_prompt
         return [policy.protect if self.prompt is None else self.prompt] * rows
 

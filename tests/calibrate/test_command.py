@@ -73,7 +73,8 @@ def test_a_dry_run_writes_nothing(kvpop):
     status, output, _ = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run")
     assert status == 0 and not Path("dry").exists()
     assert output.startswith("about 1 minutes and ") and output.endswith("for 2 layers and rows of 128 tokens\n")
-    status, _, errors = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run", "--policy", "triattention")
+    statistics = "--policy", "triattention", "--length", "300", "--budget", "140"
+    status, _, errors = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run", *statistics)
     assert status == 0 and not Path("dry").exists(), errors
 
 
@@ -271,6 +272,10 @@ def test_refusals_of_the_command(kvpop, calibrated):
     refused(kvpop, f"calibrate llama {words}", "kvpop calibrate needs a folder to write: give --out DIR")
     refused(kvpop, f"{start} {words} --budget 128", "--budget 128 evicts nothing of 128 tokens: lower it")
     refused(kvpop, f"{start} {words} --budget 64 6", "a budget of 6 is too small to divide: raise --budget or --length")
+    for name, least in (("vase", 69), ("triattention", 133)):
+        small = f"{name}: a budget of 64 is too small for 4 sinks + window {least - 5} + 1: raise --budget to at least {least}"
+        refused(kvpop, f"{start} {words} --policies {name} --dry-run", small)
+    assert not Path("refused").exists()
     write_random_scorer("learned", "llama", "mlp", sinks=2, window=6, topk=24)
     refused(
         kvpop, f"{start} {words} --policy h2o --scorer learned", "which is for kvpop-mlp: give --policy kvpop-mlp, or"

@@ -25,6 +25,15 @@ def test_eval_compares_policies_with_dense(kvpop):
     assert "text: 100%" in done.notes and "maps: 100%" in done.notes
 
 
+def test_budgets_from_half_a_row_to_all_but_its_end(kvpop):
+    """Recall is measured where something is evicted. What is given twice is measured once."""
+    words = "--data text.jsonl --policies streaming-llm --length 128 --window 8 --rows=1"
+    done = evaluated(kvpop, f"{words} --budget 126 64 110 64 --equal k k")
+    assert [r["budget"] for r in done.records[1:]] == [126, 64, 110] and all(
+        0 <= r["mass"] <= 1 for r in done.records[1:]
+    )
+
+
 def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
     distill(kvpop, "several", "--steps=2", "--window", "8", "16", "--topk", "20", "44")
     words = "--data text.jsonl --policies streaming-llm --length 128 --share 2 4 --rows=1 --equal k --scorer="

@@ -100,6 +100,23 @@ def test_reasoning_from_problems_to_a_table(kvpop):
     assert Path("reasoning/figure.png").exists() and "| programs | 8 |" in Path("reasoning/table.md").read_text()
 
 
+@pytest.mark.parametrize(
+    "task", [f"{REASON} --rows 1", "--task=retrieval --data long.jsonl --length 700 --share 4 --rows 1 --kinds needle"]
+)
+def test_protected_prompts_leave_out_what_compresses_them(kvpop, task):
+    """Without --policies. With it they are refused."""
+    done = evaluated(kvpop, f"{task} --equal k --protect-prompt all")
+    assert {r["policy"] for r in done.records} == {"dense", *EVICTING}
+    assert (
+        "left out with --protect-prompt: snapkv, pyramidkv, adakv, attention-matching, which compress prompts"
+        in done.notes
+    )
+    words = f"eval --model=qwen3 --split=all {task} --policies snapkv --protect-prompt all".replace(
+        "--split=all --task=reasoning", "--task=reasoning"
+    )
+    refused(kvpop, words, "snapkv holds prompts until their end anyway: leave --protect-prompt out, or snapkv")
+
+
 def test_dense_models_and_policies_apart(kvpop):
     """They answer as together."""
     words = f"{REASON} --policies h2o --equal k"

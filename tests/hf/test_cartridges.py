@@ -55,6 +55,17 @@ def test_rows_after_cartridges_are_the_oracles(case, folders, name, names):
     assert generate(model, branch, [text], 8) == generate(model, alone, [text], 8)
 
 
+def test_a_turn_after_columns_that_hold_only_pads_of_a_row(case, folders):
+    """Its text is read again after the slots."""
+    model, matrix_case = case("qwen3", "h2o")
+    settings = matrix_case.settings | {"protect_prompt": [0, True], "cartridge": folders("qwen3", "biased")}
+    turns, caches = [random_prompt(10), random_prompt(2, seed=1)], [KVpopCache(model, **settings) for _ in "ab"]
+    answers = generate(model, caches[0], turns, 5)
+    later = [[*turn, *answer, *random_prompt(4, seed=2)] for turn, answer in zip(turns, answers, strict=True)]
+    assert generate(model, caches[0], later, 5) == generate(model, caches[1], later, 5)
+    assert all(torch.equal(*(cache.held(row) for cache in caches)) for row in range(2))
+
+
 def test_the_slots_are_there_once(case, folders):
     """Rows share the slots, and their bytes do not depend on the number of rows."""
     model, matrix_case = case("qwen3", "h2o")

@@ -5,6 +5,7 @@ import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
@@ -19,7 +20,7 @@ def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
     at_once = KVpopCache(model, **served.settings)
     expected = generate(model, at_once, [PROMPT], 30)[0]
     assert int(at_once.held().sum()) <= 4 * BUDGET and at_once.lengths == [179] and at_once.get_seq_length() == 0
-    for size, options in ((50, {}), (17, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
+    for size, options in ((50, {}), (17, {}), (149, {}), (149, {"prompt": 150}), (50, {"prompt": 150})):
         chunked = KVpopCache(model, **served.settings, **options)
         out = model.generate(
             **padded([PROMPT]), past_key_values=chunked, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
@@ -28,6 +29,18 @@ def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
     text, fresh = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **served.settings)
     assert generate(model, at_once, [text], 10) == generate(model, fresh, [text], 10)
     assert torch.equal(at_once.held(), fresh.held())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_rows_that_protect_nothing_of_their_own_are_compressed(case, policy):
+    model, served = case("qwen3", policy)
+    caches = [KVpopCache(model, **served.settings, protect_prompt=protect) for protect in (None, [None, None])]
+    answers = [generate(model, cache, [PROMPT, PROMPT[:100]], 9) for cache in caches]
+    assert answers[0] == answers[1] and torch.equal(*(cache.held(1) for cache in caches))
+    with pytest.raises(
+        ConfigError, match=f"policy {policy} holds the prompt until its end anyway: leave protect_prompt"
+    ):
+        KVpopCache(model, **served.settings, protect_prompt=[None, True])
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -348,6 +348,19 @@ def test_another_text(model, protect):
     assert len(generate(model, cache, [other_text])[0]) == 8
 
 
+def test_a_pass_between_two_calls_may_read_another_token(model):
+    """The last token of a call has not been read, so the text may go on otherwise."""
+    cache = KVpopCache(model, **STREAMING)
+    tokens = PROMPT + generate(model, cache, [PROMPT])[0]
+    text = [*tokens[:-1], tokens[-1] ^ 1]
+    with torch.no_grad():
+        model(torch.tensor([text[-1:]]), past_key_values=cache)
+    longer, fresh = [*text, *random_prompt(20, seed=1)], KVpopCache(model, **STREAMING)
+    assert generate(model, cache, [longer]) == generate(model, fresh, [longer])
+    with pytest.raises(ValueError, match=f"the text does not begin with the {len(longer) + 7} tokens"):
+        generate(model, cache, [[*tokens, *longer, *tokens]])
+
+
 def test_pads_are_no_text(model):
     """Ids of pads do not count, and neither do tokens that no pass has read."""
     cache, inputs = KVpopCache(model, **STREAMING), padded([PROMPT, PROMPT[:20]])
