@@ -72,7 +72,8 @@ def main(words: Sequence[str] | None = None) -> None:
 @torch.inference_mode()
 def answer_logp(model, layers, position: int, prompt: list[int], answer: list[int]) -> torch.Tensor:
     """Return log-probabilities ``[A, V]`` at each position of an answer after a cache."""
-    tokens, device = prompt + answer, layers[0][0].device
+    tokens, device = prompt + answer, next(model.parameters()).device
+    layers = [[None if part is None else part.to(device) for part in layer] for layer in layers]
     hidden = model.get_decoder()(
         input_ids=torch.tensor([tokens], device=device),
         position_ids=torch.arange(position, position + len(tokens), device=device).unsqueeze(0),
@@ -144,7 +145,12 @@ def measure_compactor(options) -> None:
     if len(set(units_of(rows))) < LEAST:
         raise ConfigError(f"{len(rows)} windows are too few for intervals: raise --documents, or give {LEAST} texts")
     model = load(options.model, "float32")
-    ways = {"truncation": truncated(config.slots), "untrained": untrained(compactor, config), "trained": compactor}
+    device = next(model.parameters()).device
+    ways = {
+        "truncation": truncated(config.slots),
+        "untrained": untrained(compactor, config).to(device),
+        "trained": compactor.to(device),
+    }
     losses = {name: torch.zeros(len(rows), 2) for name in ways}
     with progress(len(rows), "windows") as tick:
         for number, row in enumerate(rows):

@@ -43,13 +43,15 @@ def verify_step(
     drafts than its own window has room for is refused as one out of order is.
 
     Raises:
-        NotImplementedError: a rule that reads attention or corrects outputs. ValueError: m exceeds the rule's w. Others
-            as in
-        decode_step.
+        NotImplementedError: a rule that reads attention, keeps queries or corrects outputs.
+        ValueError: m exceeds the rule's w. Others as in decode_step.
     """
-    if rule.coupled or rule.moment_correction:
+    # queries are stored by their row in the batch, which drafts of an earlier step have none in
+    stores = rule.compression or rule.rounds
+    keeps_queries = stores is not None and stores.queries > 0
+    if rule.coupled or rule.moment_correction or keeps_queries:
         raise NotImplementedError(
-            "verify_step in Triton takes no rule that reads attention or corrects outputs: use impl='reference'"
+            "verify_step in Triton takes no rule that reads attention, keeps queries or corrects outputs: use impl='reference'"
         )
     layout = pages.layout
     if not 1 <= layout.drafts <= rule.window:

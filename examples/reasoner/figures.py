@@ -204,7 +204,8 @@ def sparse_targets(kvpop: Trained, rows: list[Row]) -> list[dict]:
     """Compare targets from log-normalisers of the sparse pass with exact ones (KVpop D.3), by layer."""
     resolved = kvpop.resolve(0)
     heads = slice(0, resolved.model.num_kv_heads)
-    modules = [resolved.policy.module(layer, heads) for layer in range(resolved.model.num_layers)]
+    device = next(kvpop.backend.model.parameters()).device
+    modules = [resolved.policy.module(layer, heads).to(device) for layer in range(resolved.model.num_layers)]
     agreements: dict[int, list[tuple[float, float]]] = {}
 
     def score(layer, k, v, roles):
@@ -228,7 +229,7 @@ def sparse_targets(kvpop: Trained, rows: list[Row]) -> list[dict]:
         window, topk = resolved.roles.window, resolved.roles.topk
         roles = replace(resolved.roles, budget=row.prompt + window + topk, sinks=row.prompt)
         attend = Sparse(score, roles, functools.partial(compare, roles=roles))
-        decoder_of(kvpop.backend.model)(input_ids=row.tokens[None], attend=attend)
+        decoder_of(kvpop.backend.model)(input_ids=row.tokens[None].to(device), attend=attend)
     means = {layer: torch.tensor(values).mean(0).tolist() for layer, values in sorted(agreements.items())}
     return [
         {"layer": layer, "rank correlation": correlation, "tokens in common": common}

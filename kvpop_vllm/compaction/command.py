@@ -114,6 +114,8 @@ def check_method(options: argparse.Namespace, default: Callable[[str], object]) 
             if getattr(options, name) != default(name):
                 flag = "--no-on-policy" if name == "on_policy" else f"--{name.replace('_', '-')}"
                 raise ConfigError(f"{flag} is of --method {owner}: leave it out, or choose that method")
+    if options.queries != default("queries") and options.answers != default("answers"):
+        raise ConfigError(f"--answers is about self-study: leave it out, or --queries {options.queries}")
     if options.chunk is not None and options.method not in ("attention-matching", "cartridge"):
         raise ConfigError(f"--method {options.method} has no chunks: leave --chunk out")
 

@@ -106,7 +106,9 @@ def compact(model: str, data: str, out: str, options: CompactOptions) -> Cartrid
         options = replace(options, slots=compactor.config.slots)
     slots, budgets = slots_of(options, base)
     if slots != options.slots:
-        print(f"{options.slots} slots are rounded up to {slots}, a multiple of {BLOCK_SLOTS}")
+        reason = f"a multiple of {BLOCK_SLOTS}"
+        reason += "" if options.calibration is None else ", for the head with the largest share"
+        print(f"{options.slots} slots become {slots}, {reason}")
     # cheap checks come before the model is loaded
     place = place_of(load_tokenizer(model), options.place, options.system)
     text, corpus = corpus_of(place, data)

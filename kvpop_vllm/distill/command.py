@@ -97,7 +97,7 @@ def recipe_of(options) -> Recipe:
         [n for n, value in overrides.items() if value is not None and n not in disabled]
     ):
         name, reason = unused
-        remedy = ", or give --train-base" if "frozen" in reason else ""
+        remedy = ", or give --train-base" if "frozen" in reason and not recipe.trains_gates_alone else ""
         raise ConfigError(f"{_flag(name)} {reason}: leave it out{remedy}")
     return recipe
 
@@ -160,8 +160,6 @@ def distill(options) -> None:
     reading = Reading(bool(options.stream), options.processes or 1)
     recipe = recipe_of(options)
     if options.action == "teacher":
-        if recipe.phase == "uptrain":
-            raise ConfigError("phase uptrain has no teacher: there are no logits to write for it")
         write_teacher(options.model, options.data, options.out, recipe, rows=options.rows, reading=reading)
     else:
         train(

@@ -71,8 +71,10 @@ def lost_mass(
     heads, length = k.shape[1], k.shape[2]
     queries = q[:, :, positions].float().unflatten(1, (heads, -1))
     logits = queries @ k.float().unsqueeze(2).transpose(-1, -2) * scale
-    mass = torch.exp(logits - lse[:, :, positions].unflatten(1, (heads, -1)).unsqueeze(-1)).mean(2)
     t = torch.arange(length, device=k.device)
+    # a later key, which is not in the log-normaliser, may have an infinite exponential
+    logits = logits.masked_fill(t > positions.unsqueeze(-1), -torch.inf)
+    mass = torch.exp(logits - lse[:, :, positions].unflatten(1, (heads, -1)).unsqueeze(-1)).mean(2)
     mass *= t >= budgets[0].sinks
     losses = []
     for roles, score, slots in zip(budgets, scores, topk or [None] * len(budgets), strict=True):

@@ -192,7 +192,9 @@ class Recipe:
             for name in names.split():
                 if (value := getattr(self, name)) is not None and not allows(value):
                     refuse(f"{name} must be {rule}, got {value}")
-        if self.micro_batch > 1 and (not self.pack or len(self.trained) > 1 or self.moves_rows or self.trains_gates):
+        if self.micro_batch > 1 and self.trains_gates:
+            refuse(f"phase {self.phase} takes one row a pass: leave --micro-batch out")
+        if self.micro_batch > 1 and (not self.pack or len(self.trained) > 1 or self.moves_rows):
             refuse(
                 "rows of a pass have one budget and begin at 0: with --micro-batch give --pack, one --topk, no --positions"
             )
@@ -211,11 +213,11 @@ class Recipe:
                 f"window needs one value, or one for each of the {len(self.topk)} of topk, got {self.window}: give --window"
             )
         window, topk = max(self.trained, key=sum)
-        if self.phase != "uptrain" and self.length <= self.sinks + window + topk:
-            refuse(
-                f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {window} + {topk}:"
-                " raise --length or lower --topk"
-            )
+        if self.phase != "uptrain" and self.length < self.shortest_row:
+            sums, lower = f"window + topk = {self.sinks} + {window} + {topk}", "--topk"
+            if self.serves_budget_alone:
+                sums, lower = f"window = {self.sinks} + {max(self.window)}", "--window"
+            refuse(f"length {self.length} must exceed sinks + {sums}: raise --length or lower {lower}")
         low, high = self.fitted_range
         if self.has_fitted_decays and not 0 < low < high < 1:
             refuse(f"fit_decays needs 0 < min < max < 1, got {low} and {high}")
@@ -267,6 +269,11 @@ class Recipe:
         return self.trains_base or (self.trains_gates and not self.regresses)
 
     @property
+    def has_teacher(self) -> bool:
+        """True if the loss has a KL to the untrained model."""
+        return self.distils and self.phase != "uptrain" and self.kl > 0
+
+    @property
     def moves_rows(self) -> bool:
         """True if rows begin at random positions."""
         return self.positions is not None and self.positions > self.length and self.phase == "sparsify"
@@ -280,7 +287,14 @@ class Recipe:
     @property
     def shortest_row(self) -> int:
         """Minimum tokens of a row, after a protected prompt, from which something is evicted."""
-        return 2 if self.phase == "uptrain" else self.sinks + max(map(sum, self.trained)) + 1
+        if self.phase == "uptrain":
+            return 2
+        return self.sinks + (max(self.window) if self.serves_budget_alone else max(map(sum, self.trained))) + 1
+
+    @property
+    def serves_budget_alone(self) -> bool:
+        """True if no token is evicted for a budget in training, only in serving."""
+        return self.phase in ("dms", "kvzap")
 
     @property
     def has_fitted_decays(self) -> bool:
@@ -326,7 +340,6 @@ class Recipe:
     def without_effect(self, fields: Iterable[str]) -> tuple[str, str] | None:
         """Return the first of ``fields`` that has no effect in this recipe and why, or None."""
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
-        kl = self.distils and phase != "uptrain" and self.kl > 0
         in_effect = _OF_REGRESSION.split() if self.regresses else ()
         reasons = (
             (
@@ -335,6 +348,11 @@ class Recipe:
                 _OF_BASE,
             ),
             (base, "is about training the base model, which is frozen", _OF_BASE),
+            (
+                not self.regresses,
+                f"is about the model's outputs, and phase {phase} fits gates to targets",
+                "kl ce activation_checkpointing",
+            ),
             (self.distils, "is about training the base model, which is frozen", "kl ce"),
             (self.trains_gates, f"is about gates, and phase {phase} has none", "gate_reads"),
             (self.gate_reads == "query", "is about a borrowed channel: give --gate-reads query", "borrow_steps"),
@@ -367,7 +385,7 @@ class Recipe:
                 "is about targets, and both losses that have them have weight 0",
                 _OF_TARGET,
             ),
-            (kl, "is about the KL to a teacher, and there is none", "kl_top kl_focus"),
+            (self.has_teacher, "is about the KL to a teacher, and there is none", "kl_top kl_focus"),
         )
         for applies, why, names in reasons:
             without = (name for name in fields if name in names.split() and name not in in_effect)

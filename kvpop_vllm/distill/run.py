@@ -180,17 +180,20 @@ def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, process
     Raises:
         ConfigError: a folder is given and the recipe has no use for it, or it does not fit the run.
     """
-    if recipe.distils and recipe.phase != "uptrain" and recipe.kl > 0:
+    if recipe.has_teacher:
         return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, process)
-    if folder and recipe.phase == "uptrain":
-        raise ConfigError("phase uptrain has no teacher: leave --teacher out")
-    if folder and not recipe.distils:
-        raise ConfigError(
-            "a teacher is for training the base model, which is frozen: leave --teacher out, or give --train-base"
-        )
     if folder:
-        raise ConfigError("with --kl 0 there is no use for a teacher: leave --teacher out, or give --kl")
+        raise ConfigError(_no_teacher(recipe, "leave --teacher out"))
     return None
+
+
+def _no_teacher(recipe: Recipe, remedy: str) -> str:
+    """Return why a recipe has no teacher, and what to do."""
+    if recipe.phase == "uptrain" or recipe.regresses:
+        return f"phase {recipe.phase} has no teacher: {remedy}"
+    if not recipe.distils:
+        return f"a teacher is for training the base model, which is frozen: {remedy}, or give --train-base"
+    return f"with --kl 0 there is no use for a teacher: {remedy}, or give --kl"
 
 
 def write_teacher(
@@ -201,10 +204,12 @@ def write_teacher(
     A folder that exists is continued. What it will take of the disk is printed first.
 
     Raises:
-        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or the disk is
-            too small.
+        ConfigError: the recipe has no teacher, the data cannot be used, the folder holds logits of other data, model or
+            settings, or the disk is too small.
         OSError: the disk is full; rows of files that were written before are safe.
     """
+    if not recipe.has_teacher:
+        raise ConfigError(_no_teacher(recipe, "write no logits"))
     vocabulary = vocabulary_of(model)
     with Process.start() as process, only_run_in(Path(out)):
         tokens = rows_of(model, data, recipe, Path(out), reading)

@@ -24,7 +24,7 @@ from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, s
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
-from kvpop_vllm.scorers.checkpoint import write_scorer
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, read_scorer, write_scorer
 
 NUMERICS = 2
 """Version of how a run in mixed precision computes: 1 was torch's autocast, 2 is a bfloat16 copy of each parameter."""
@@ -355,8 +355,17 @@ class Trainer(Loop):
                 layers = [self._tensors(state, i) for i in range(config.num_layers)]
                 if decays is not None:
                     layers = [tensors | {"decay_logit": d} for tensors, d in zip(layers, decays.unbind(), strict=True)]
-                write_scorer(self.out, config, layers)
+                self._write_scorers(config, layers)
         barrier()
+
+    def _write_scorers(self, config: ScorerConfig, layers: list[dict[str, torch.Tensor]]) -> None:
+        """Write the adapter folder, unless the same scorers are there: since then shares may have been measured for them."""
+        if (self.out / CONFIG_NAME).exists():
+            previous, tensors = read_scorer(self.out)
+            same = all(torch.equal(a[name], b[name]) for a, b in zip(layers, tensors, strict=True) for name in a)
+            if same and dataclasses.replace(previous, shares=config.shares) == config:
+                return
+        write_scorer(self.out, config, layers)
 
     @staticmethod
     def _tensors(state, layer):

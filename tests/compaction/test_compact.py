@@ -228,15 +228,17 @@ def test_the_rotation_of_every_layer_is_checked(tmp_path):
 
 def test_slots_are_rounded_up(model, corpus, tmp_path, capsys):
     assert compact(model, corpus, tmp_path / "c", "--slots", "100", "--method", "first").config.slots == 128
-    assert "100 slots are rounded up to 128" in capsys.readouterr().out
+    assert "100 slots become 128, a multiple of 64\n" in capsys.readouterr().out
 
 
-def test_heads_with_shares(model, corpus, texts, last, tmp_path):
+def test_heads_with_shares(model, corpus, texts, last, tmp_path, capsys):
     shares = tmp_path / "shares.json"
     shares.write_text(json.dumps({"shares": [[1, 3], [2, 2]]}))
     cartridge = compact(model, corpus, tmp_path / "c", "--kv-calibration", str(shares))
     slots = [[int((bias > -1e29).sum()) for bias in layer[2]] for layer in cartridge.layers]
     assert slots == [[64, 192], [128, 128]] and cartridge.config.slots == 192
+    message = "128 slots become 192, a multiple of 64, for the head with the largest share\n"
+    assert message in capsys.readouterr().out
     assert divergence(full_answers(model, *texts), answers(model, cartridge, texts[1])) < 0.6 * last
 
 
@@ -245,6 +247,10 @@ REFUSALS = {
     "shares of equal heads": (
         ["--method", "last", "--kv-calibration", "x"],
         "--method attention-matching: leave it out",
+    ),
+    "answers of no study": (
+        ["--queries", "repeat-prefill", "--answers", "3"],
+        "--answers is about self-study: leave it out, or --queries repeat-prefill",
     ),
     "no shares": (["--kv-calibration", "missing.json"], "missing.json has no shares.json"),
     "a former flag": (

@@ -30,7 +30,7 @@ from kvpop_vllm.distill.student import Student
 from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.model_hook import Dense, load_model
 from kvpop_vllm.scorers import from_tensors
-from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.scorers.checkpoint import read_config, read_scorer, write_shares
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 ALL_OPTIONS = "--feature-map=softmax --gate-softcap=3 --norm --skip --no-project-values --features=9".split()
@@ -94,6 +94,28 @@ def test_a_kill_changes_nothing(kvpop, folder):
     assert kvpop(*words, *RECIPE, "--out=cut")[0] in (0, None)
     for name in ("run/metrics.jsonl", "kvpop_scorer.safetensors", "kvpop_config.json"):
         assert Path("cut", name).read_bytes() == (uncut / name).read_bytes(), name
+
+
+def test_a_finished_run_keeps_the_shares_that_were_measured_for_it(kvpop):
+    """Repeated, it writes nothing."""
+    distill(kvpop, "measured", "--steps=2")
+    shares = [[1.0, 3.0], [2.0, 2.0]]
+    write_shares("measured", shares)  # as kvpop calibrate
+    files = [Path("measured", name) for name in ("kvpop_config.json", "kvpop_scorer.safetensors")]
+    before = [(file.read_bytes(), file.stat().st_mtime_ns) for file in files]
+    distill(kvpop, "measured", "--steps=2")
+    assert [(file.read_bytes(), file.stat().st_mtime_ns) for file in files] == before
+    assert [list(row) for row in read_config("measured").shares] == shares
+
+
+def test_a_budget_of_serving_does_not_bind_rows(kvpop):
+    """Gates that evict nothing, or by their decisions alone, train on rows shorter than the budget, in both kinds of rows."""
+    for name in ("kvzap", "dms"):
+        words = f"distill --model=qwen3 --data text.jsonl --recipe={name} --length=64 --window=8 --topk=300 --steps=1 --dtype=float32"
+        for rows in ("--pack", "--no-pack"):
+            status, _, errors = kvpop(*words.split(), rows, "--batch=1", f"--out={name}{rows}")
+            assert status in (0, None), errors
+            assert read_config(f"{name}{rows}").topk == 300
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -235,7 +257,12 @@ REFUSED = {
     f"{START} --features=0": "features must be at least 1",
     f"{START} --rows=3": "kvpop distill train has no use for --rows",
     "distill teacher --out=x --model=qwen3 --data text.jsonl --teacher=logits": "teacher has no use for --teacher",
-    "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --phase=uptrain": "phase uptrain has no teacher",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --phase=uptrain": "phase uptrain has no teacher: write no logits",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --recipe=kvzap --window 8": "phase kvzap has no teacher: write no logits",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "frozen: write no logits, or give --train-base",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --window=8 --topk 20 --kl=0 --ce=1": "no use for a teacher: write no logits, or give --kl",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --batch=2 --micro-batch=2": "phase trimkv takes one row a pass: leave --micro-batch out",
+    f"{START} --length=96 --recipe=kvzap --window=92": "length 96 must exceed sinks + window = 4 + 92: raise --length or lower --window",
     f"{START} --stream --processes=2": "--processes is about text that is tokenised once: leave it out, or --stream",
     f"{START} --length=96 --window=8 --topk 20 --stream": "--stream reads data sets, and text.jsonl is none: give hf:NAME",
     f"{START} --length=96 --window=8 --topk 20 --longest=0": "longest must be at least 1",
@@ -275,11 +302,12 @@ REFUSED = {
     f"{START} --length=96 --recipe=dms --window=8 --topk 23 --gate-reads=query --train-base --steps=5 --borrow-steps=6": "borrow_steps 6 exceeds steps 5",
     f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --train-base": "phase kvzap trains gates alone: give --no-train-base",
     f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --lr-base=1e-5": "and phase kvzap trains gates alone",
-    f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --kl=1": "--kl is about training the base model, which is frozen",
+    f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --kl=1": "--kl is about the model's outputs, and phase kvzap fits gates to targets: leave it out",
+    f"{START} --length=96 --recipe=kvzap --window=8 --activation-checkpointing": "--activation-checkpointing is about the model's outputs, and phase kvzap",
     f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --gate-linear --gate-width=9": "--gate-width is about MLPs of TRIM-KV's and KVzap's gates, and there is none",
     f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --gate-bias=1": "--gate-bias is about TRIM-KV's gates, and phase kvzap has none",
     f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --exact-targets": "--exact-targets is about scorers, and phase kvzap has none",
-    f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --teacher=x": "a teacher is for training the base model, which is frozen",
+    f"{START} --length=96 --recipe=kvzap --window=8 --topk 23 --teacher=x": "phase kvzap has no teacher: leave --teacher out",
     f"{START} --length=96 --recipe=trimkv --topk 23 --gate-linear": "--gate-linear is about KVzap's gates, and phase trimkv has none",
     f"{START} --length=96 --recipe=dms --window=8 --topk 23 --gate-width=9": "--gate-width is about MLPs of TRIM-KV's and KVzap's gates",
     f"{START} --length=96 --recipe=dms --window=1 --topk 23": "window must be an integer from 2",

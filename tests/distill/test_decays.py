@@ -73,6 +73,22 @@ def test_lost_mass_is_what_evicted_tokens_would_have_got():
     assert expected.amin() > 0.01 and expected.amax(1).sub(expected.amin(1)).min() > 0.02  # decays do matter here
 
 
+def test_later_keys_do_not_count_however_large_they_are():
+    """A key may have a logit far above the log-normaliser of the queries before it."""
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 2, 30, 8, generator=g), torch.randn(1, 1, 30, 8, generator=g)
+    scores, budgets = torch.randn(1, 1, 1, 30, generator=g), [Retention(9, 2, 3)]
+    grid, positions = decay_grid(Decay(1, 0.9, 0.999)), [12, 20]
+    losses = []
+    for later in (1.0, 1e4):
+        k[:, :, 21:] *= later
+        zeros = torch.zeros(1, 1, 30, dtype=torch.int32)
+        _, lse = ops.sparse_attention(q, k, k, zeros, zeros, sinks=0, window=1, scale=1.0)
+        losses.append(lost_mass(q, k, lse, scores, grid, budgets, torch.tensor(positions), 1.0))
+    assert (q[0, :, 20] @ k[0, 0, 21:].T).max() > 1000 and losses[0].min() > 0
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-6)
+
+
 class Recorder:
     """Dense attention that records the inputs of every layer."""
 

@@ -243,7 +243,15 @@ def test_folders_that_hold_something_else_are_refused(model, rows, settings, tmp
 
 def test_a_folder_of_another_run_is_refused_before_its_disk_is_counted(folder, tmp_path, capsys):
     """Its tokens stay too; what is printed of a folder that goes on has the bytes of its tokens."""
-    sizes = {"length": 24, "positions": None, "window": [4], "topk": [8], "dtype": "float32", "kl_top": 8}
+    sizes = {
+        "length": 24,
+        "positions": None,
+        "window": [4],
+        "topk": [8],
+        "dtype": "float32",
+        "kl_top": 8,
+        "train_base": True,
+    }
     recipe = dataclasses.replace(DEMO, **sizes, steps=1, batch=2)
     name, data = str(folder / "model"), [str(folder / "text.jsonl")]
     write_teacher(name, data, str(tmp_path), recipe)
@@ -257,7 +265,16 @@ def test_a_folder_of_another_run_is_refused_before_its_disk_is_counted(folder, t
 
 def test_more_logits_than_the_vocabulary_has_are_all_of_them(folder, model, tmp_path):
     recipe = dataclasses.replace(
-        DEMO, length=96, positions=None, window=[8], topk=[20], dtype="float32", kl_top=1000, steps=1, batch=3
+        DEMO,
+        length=96,
+        positions=None,
+        window=[8],
+        topk=[20],
+        dtype="float32",
+        kl_top=1000,
+        steps=1,
+        batch=3,
+        train_base=True,
     )
     name, data = str(folder / "model"), [str(folder / "text.jsonl")]
     for count in (1, None):

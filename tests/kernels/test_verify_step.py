@@ -233,9 +233,10 @@ if not INTERPRETED:
             results.append((out, lse, pool.pages.raw))
         assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
-    def test_a_chunk_goes_on_after_staged_drafts():
+    @pytest.mark.parametrize("name", ["mlstm", "gate_scores"])
+    def test_a_chunk_goes_on_after_staged_drafts(name):
         """Accepted drafts are committed before the chunk that follows them, and the others are dropped."""
-        p = verified("mlstm")
+        p = verified(name)
         for accepted in range(MOST + 1):
             pool, other_pool = Pool(p), Pool(p)
             pool.chunk(0, 22, "cpp")
@@ -385,10 +386,12 @@ if INTERPRETED:
             blocks = table[r].flatten().long()
             assert torch.equal(pool.pages.raw[blocks], before[blocks])
 
-    @pytest.mark.parametrize("case", ALONE)
-    def test_rules_that_read_attention_are_refused(case):
-        p = verified(case)
-        with pytest.raises(NotImplementedError, match="takes no rule that reads attention or corrects outputs"):
+    @pytest.mark.parametrize("case", [*ALONE, "rounds"])
+    def test_rules_that_read_attention_or_keep_queries_are_refused(case):
+        p = verified("none" if case == "rounds" else case)
+        if case == "rounds":
+            p.rule = replace(p.rule, rounds=ops.Redundancy(p.group))
+        with pytest.raises(NotImplementedError, match="takes no rule that reads attention, keeps queries or corrects"):
             Pool(p).verify({0: 1}, "triton")
 
     def test_more_drafts_than_the_window_are_refused():

@@ -159,7 +159,8 @@ struct TokensOfHead {
             step.k = draft, step.v = draft + v.row_bytes();
             step.k_stride[1] = step.v_stride[1] = step.given_stride[1] = 0;
             step.q = draft + 2 * v.row_bytes() - h * step.group * step.size * q_bytes, step.q_stride[1] = step.size;
-            if (all.given) step.given = v.staged_score(draft);
+            // a step that only commits drafts has no scores of its own, and no pointer to them
+            if (all.scorer.kind == ScorerKind::Given) step.given = v.staged_score(draft);
             step.out = outputs, step.lse = log_sums;
             return;
         }

@@ -191,7 +191,7 @@ def verify_step(
             written. The Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`; d exceeds m or tokens lie outside of ``[0, T)``; or the layout has no
             room for the rule's queries.
-        NotImplementedError: in Triton, a rule that reads attention or corrects outputs. It also takes m <= w alone
+        NotImplementedError: in Triton, a rule that reads attention, keeps queries or corrects outputs. It also takes m <= w alone
             (ValueError, by the rule's w), because a draft must not leave the window before it is accepted. A request
             with more drafts than its own w gets NaN, and nothing is written for it.
     """
