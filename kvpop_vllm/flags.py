@@ -91,13 +91,13 @@ SETTINGS = (
     ),
     Setting(
         "correction", str, "NAME", "How outputs are corrected for evicted tokens", "none, but for momentkv",
-        ": 'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
+        ": 'moment' adds to every output what the moments of the evicted tokens say of theirs (MomentKV), under policies that evict and do not compress prompts; "
         "'none' does not",
         choices=("none", "moment"),
     ),
     Setting(
         "allocator", str, "NAME", "How layers and heads share the budget", "as the scorer's config says, or uniform",
-        ": 'uniform'; 'pyramid', more in lower layers (PyramidKV), both under any policy; 'ada', the heads of a layer divide "
+        ": 'uniform'; 'pyramid', more in lower layers (PyramidKV), under policies that evict; 'ada', the heads of a layer divide "
         "theirs at a prompt's end (Ada-KV), under policies that compress it",
         choices=("uniform", "pyramid", "ada"), files_go_to="--kv-calibration",
     ),

@@ -18,7 +18,7 @@ from kvpop_vllm.calibration.shares import SIZES, UNITS, Calibration
 from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
 from kvpop_vllm.config import AUTO, ConfigError
 from kvpop_vllm.distill.run import default_device
-from kvpop_vllm.evaluation.output import format_table, note
+from kvpop_vllm.evaluation.output import format_table, note, note_kernels
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.progress import progress
@@ -33,6 +33,7 @@ def calibrate(options: Options) -> dict:
     plan, out = Plan(options), Path(options.out)
     if not plan.text.by_document:
         note(f"intervals are over {PASSAGES}")
+    note_kernels()
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
     _write_statistics(plan, model, out)

@@ -101,7 +101,7 @@ def _add_policies(command) -> None:
         "--policies",
         nargs="*",
         metavar="NAME",
-        help="default: streaming-llm, l2norm and random for text, else all that need no scorer",
+        help="default: streaming-llm, l2norm and random for text, else all that need neither a scorer nor a calibration",
     )
     add(
         "--against",

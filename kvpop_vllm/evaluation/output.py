@@ -13,6 +13,7 @@ from pathlib import Path
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.files import naming
+from kvpop_vllm.kernels.dispatch import load_extension
 
 DECIMALS = {"MiB": 1, "kl ratio": 3, "kl_message ratio": 3, "gap ratio": 3, "written": 0, "build s": 1, "first s": 2}
 DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right", "before_error", "answered"), 3)
@@ -22,6 +23,16 @@ DECIMALS |= dict.fromkeys(("exact", "partial", "of dense", "difference", "right"
 def note(line: str) -> None:
     """Print a line about the evaluation to stderr. Stdout holds the table alone."""
     print(line, file=sys.stderr)
+
+
+def note_kernels() -> None:
+    """Print a line if the kernels that run policies on the host are missing, also where there is a GPU."""
+    try:
+        load_extension()
+    except ImportError:
+        note(
+            "policies run on the CPU without C++ kernels, about ten times slower: install with g++ by pip install --no-build-isolation"
+        )
 
 
 def read_records(path: str) -> tuple[dict, list[dict]]:

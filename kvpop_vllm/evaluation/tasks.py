@@ -22,7 +22,7 @@ from kvpop_vllm.evaluation import options as asked
 from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
 from kvpop_vllm.evaluation.haystack import Row, replay_rows, rows_in_turn, sentences, units_of
-from kvpop_vllm.evaluation.output import format_table, note, records_file
+from kvpop_vllm.evaluation.output import format_table, note, note_kernels, records_file
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.report import Report
 from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
@@ -110,6 +110,8 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     runs = _runs(options, specs, settings, ModelShape.in_context(options.model, longest), dtype)
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
     task = tasks[options.task](options, against)
+    if runs and options.backend == "transformers":
+        note_kernels()
     report = Report(options.report) if options.report else None
     # the file is opened before a model loads, which takes long
     with records_file(options.out) if options.out else nullcontext() as file:

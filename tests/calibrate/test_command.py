@@ -272,8 +272,8 @@ def test_refusals_of_the_command(kvpop, calibrated):
     refused(kvpop, f"calibrate llama {words}", "kvpop calibrate needs a folder to write: give --out DIR")
     refused(kvpop, f"{start} {words} --budget 128", "--budget 128 evicts nothing of 128 tokens: lower it")
     refused(kvpop, f"{start} {words} --budget 64 6", "a budget of 6 is too small to divide: raise --budget or --length")
-    for name, least in (("vase", 69), ("triattention", 133)):
-        small = f"{name}: a budget of 64 is too small for 4 sinks + window {least - 5} + 1: raise --budget to at least {least}"
+    for name, smallest in (("vase", 69), ("triattention", 133)):
+        small = f"{name}: a budget of 64 is too small for 4 sinks + window {smallest - 5} + 1: raise --budget to at least {smallest}"
         refused(kvpop, f"{start} {words} --policies {name} --dry-run", small)
     assert not Path("refused").exists()
     write_random_scorer("learned", "llama", "mlp", sinks=2, window=6, topk=24)

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import termios
 
+from kvpop_vllm.evaluation.output import note_kernels
+
 SCRIPT = """
 from kvpop_vllm import progress
 progress.SECONDS = 0
@@ -34,3 +36,12 @@ def test_progress_on_a_terminal():
     shown = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
     assert done.stdout == "table\n" and "100%|" in shown and "\r" in shown
+
+
+def test_slow_kernels_are_named(monkeypatch, capsys):
+    note_kernels()
+    assert not capsys.readouterr().err
+    # as in an installation without a compiler
+    monkeypatch.setitem(sys.modules, "kvpop_vllm._C", None)
+    note_kernels()
+    assert capsys.readouterr().err.startswith("policies run on the CPU without C++ kernels, about ten times slower:")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from policies.matrix import force, made
+from policies.matrix import Row, force, made
 from policies.outside import importable, install
 
 from kvpop_vllm.hf.layer import LayerRows
@@ -66,3 +66,9 @@ def test_each_rank_has_the_rule_of_its_heads(policy):
     retention = policy.retention
     assert (retention.budget, retention.sinks, retention.window) == (BUDGET, SINKS, WINDOW)
     assert len(policy.layer_rule(0, slice(1, 2)).log_gamma) == 1
+
+
+def test_the_row_of_the_page_is_one():
+    (line,) = re.findall(r'^ +"value-norm": (Row\(.*\)),$', PAGE.read_text(encoding="utf-8"), re.M)
+    row = eval(line, {"Row": Row})
+    assert (row.sinks, row.window, row.set_by_tests, row.engines) == (4, 5, True, ("qwen3",))
