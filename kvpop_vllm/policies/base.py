@@ -314,3 +314,9 @@ class Policy(Declaration):
             raise ConfigError(
                 f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"
             )
+        # copies of a head would evict by the attention of their own query heads alone, each other tokens
+        if Signal.MASS in self.signals and ranks > self.model.num_kv_heads:
+            raise ConfigError(
+                f"--kv-policy {self.name} reads the attention of all query heads of a KV head, which ranks share: lower"
+                f" --tensor-parallel-size {ranks} to {self.model.num_kv_heads}"
+            )

@@ -312,6 +312,40 @@ def test_the_prefix_cache_is_reset_while_cartridges_are_loaded(served):
 
 
 @FEW
+def test_the_prefix_cache_is_reset_while_a_request_waits_with_a_copy(served, monkeypatch):
+    """It has no room, and makes its copy again."""
+    engine, manager = served.engine.engine, served.engine.recorder.manager
+    resets, needed = [], manager.get_num_blocks_to_allocate
+
+    def without_room(request_id, *arguments, **options):
+        full = not resets and request_id in manager.placed
+        return manager.block_pool.num_gpu_blocks if full else needed(request_id, *arguments, **options)
+
+    monkeypatch.setattr(manager, "get_num_blocks_to_allocate", without_room)
+
+    def reset(i):
+        if i == 3:
+            assert manager.cartridges.copies and manager.placed - set(manager.req_to_blocks)
+            served.engine.poisons = False
+            resets.append(engine.reset_prefix_cache(reset_running_requests=True))
+            served.engine.poisons = True
+
+    jobs = [Job(200, new=40, scored=False), Job(20, new=8, asks=named("plain", "biased"), scored=False)]
+    answers = served.engine.serve([*jobs[:1] * 2, *jobs[1:]], reset)
+    assert resets == [True] and len(answers) == 3
+
+
+@FEW
+def test_a_cartridge_that_is_being_loaded_is_not_served(served):
+    """The front end knows it when the engine has it."""
+    names = names_of(served.engine.engine.vllm_config)
+    cartridge = names.read("new", str(served.folders["plain"]))
+    with pytest.raises(VLLMNotFoundError, match="'new' does not exist"):
+        served.engine.add("x", Job(10, scored=False, asks=named("new")))
+    assert "new" not in names.placed and cartridge.placed.slots == SLOTS["plain"]
+
+
+@FEW
 def test_aborts(served):
     """An aborted request frees its copies, also while it waits."""
     engine = served.engine

@@ -119,7 +119,30 @@ def test_what_layers_that_draft_do_not_go_with(tiny_model, tmp_path):
         configure(model, policy, block_size=16, speculative_config=speculation)
     with pytest.raises(ConfigError, match="drafts in parallel: leave parallel_drafting out"):
         configure(model, policy, speculative_config=speculation | {"parallel_drafting": True})
+    with pytest.raises(
+        ConfigError, match="cartridges, of which layers that draft have no slots: leave --kv-cartridge out"
+    ):
+        configure(model, policy | {"cartridge": [f"name={tmp_path}"]}, speculative_config=speculation)
+    with pytest.raises(
+        ConfigError, match="one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out"
+    ):
+        configure(model, policy, speculative_config=speculation, disable_hybrid_kv_cache_manager=True)
     assert configure(model, policy, speculative_config=speculation).num_speculative_tokens == DRAFTS
+
+
+@pytest.mark.slow
+def test_reserved_blocks(tiny_model, tmp_path):
+    """No request is preempted for the dense cache of layers that draft, which grows with the text."""
+    speculation, preempted = write_eagle3(tmp_path / "head", model := tiny_model("llama")), {}
+    for reserve in (False, True):
+        setup = make_case(model, tmp_path / f"scorer-{reserve}", "h2o")
+        setup = setup._replace(settings=setup.settings | {"reserve": reserve})
+        with serving(setup, speculative_config=speculation, enable_prefix_caching=False, **SIZES) as engine:
+            with engine.small_pool(40):
+                answers = engine.serve(jobs_of(*range(5, 11), new=200))
+            assert {len(answer.outputs[0].token_ids) for answer in answers.values()} == {200}
+            preempted[reserve] = sum(engine.recorder.preemptions.values())
+    assert preempted[False] > 0 == preempted[True]
 
 
 @pytest.mark.slow

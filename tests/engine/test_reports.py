@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY
 from vllm.exceptions import VLLMValidationError
 
 from kvpop_vllm.cache.pages import cdiv
+from kvpop_vllm.vllm_glue.extras import reports
 from kvpop_vllm.vllm_glue.extras.metrics import COUNTERS, GAUGES, KEPT, SNAPSHOTS
 
 PROTECTED = 33
@@ -169,6 +170,16 @@ def test_only_requests_that_ask_get_a_report(served):
     assert answers["0"] is None and answers["1"] is None and list(answers["2"]) == ["kv_report"]
     with pytest.raises(VLLMValidationError, match="^kv_report must be 0 or 1, got 2$"):
         engine.add("x", replace(JOBS[0], scored=False, asks={"kv_report": 2}))
+
+
+def test_copies_of_heads_count(served, monkeypatch):
+    """More ranks than KV heads hold copies of them."""
+    engine, _ = served
+    scheduler, (block, _) = engine.recorder.scheduler, bytes_of(engine)
+    assert reports.bytes_of(3, scheduler) == 3 * block
+    heads = engine.engine.vllm_config.model_config.hf_text_config.num_key_value_heads
+    monkeypatch.setattr(scheduler.vllm_config.parallel_config, "tensor_parallel_size", 4 * heads)
+    assert reports.bytes_of(3, scheduler) == 4 * 3 * block
 
 
 def test_the_report_of_several_samples_is_that_of_the_last_to_end(served):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, preempt_all, serving
 from engine.judge import Judge
+from engine.matrix import BUDGET
 
 from kvpop_vllm.testing import random_prompt, write_tiny_model
 from kvpop_vllm.vllm_glue.start.engine_policy import engine_policy
@@ -164,6 +165,18 @@ def test_what_is_no_ending(engine):
     assert serve(unlike(80, next(seeds)))[0] == [80, 2], "the ending is learned"
     chat(ending)
     assert serve(unlike(80, next(seeds)))[0] == [82, 1], "the ending is taken back"
+
+
+def test_the_same_prompt_again_below_the_budget(engine):
+    """Nothing was evicted yet, and its last part is all that it costs."""
+    engine.chunk(16)
+    length = engine.judge.protect + 40
+    assert length < engine.judge.protect + BUDGET
+    # prompts are cut while another request runs
+    jobs = [Job(prompt=unlike(length, 5), new=2, scored=False), Job(prompt=unlike(20, 62), new=30, scored=False)]
+    first, again = (engine.serve(jobs)[engine.names["0"]] for _ in range(2))
+    assert 0 < length - again.num_cached_tokens <= 16
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
 
 
 @pytest.mark.parametrize("chunk, reused", [(40, 120), (64, 128), (None, 0)])

@@ -4,8 +4,11 @@ import pytest
 import torch
 from policies.matrix import force, made
 
+from kvpop_vllm import policies
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.model_shape import ModelShape
+from kvpop_vllm.policies.base import Signal
 
 HEADS, GROUP, SIZE, LENGTH = 2, 3, 32, 120
 SCALE = SIZE**-0.5
@@ -108,3 +111,14 @@ def test_h2o_divides_by_the_number_of_queries(impl):
     q[62:, :, 1] = 0
     _, retained = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
     assert all(5 in head and 50 not in head for head in retained)
+
+
+@pytest.mark.parametrize("name", [name for name in policies.POLICIES if Signal.MASS in policies.get(name).signals])
+def test_heads_that_ranks_share_need_all_their_queries(name):
+    """Copies of a KV head on two ranks would evict by the attention of other query heads."""
+    policy = made(name, 128)
+    heads = policy.model.num_kv_heads
+    if name != "adakv":  # one rank
+        policy.check_ranks(heads)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size"):
+        policy.check_ranks(2 * heads)

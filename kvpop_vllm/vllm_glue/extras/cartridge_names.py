@@ -59,15 +59,15 @@ class CartridgeNames:
         self.vllm_config, self.policy = vllm_config, engine_policy(vllm_config)
         self.served: dict[str, ServedCartridge] = {}
         for name, folder in (self.policy.settings.cartridge or {}).items():
-            self.add(name, folder)
+            self.served[name] = self.read(name, folder)
 
     @property
     def placed(self) -> dict[str, Placed]:
         """Digest and slots of each cartridge, by name."""
         return {name: cartridge.placed for name, cartridge in self.served.items()}
 
-    def add(self, name: str, folder: str) -> ServedCartridge:
-        """Read and check a cartridge, and know it by a name from now on."""
+    def read(self, name: str, folder: str) -> ServedCartridge:
+        """Read and check a cartridge that is to be served under a name."""
         model, cache = self.vllm_config.model_config, self.vllm_config.cache_config
         if name in self.served or name == model.served_model_name:
             raise ConfigError(f"the name {name!r} is taken: give the cartridge another")
@@ -97,10 +97,8 @@ class CartridgeNames:
             )
         if slots >= model.max_model_len:
             raise ConfigError(f"{folder} has {slots} slots: raise --max-model-len {model.max_model_len} above them")
-        self.served[name] = ServedCartridge(
-            str(local_folder(folder).resolve()), Placed(cartridge.digest, slots), tuple(cartridge.config.head)
-        )
-        return self.served[name]
+        placed = Placed(cartridge.digest, slots)
+        return ServedCartridge(str(local_folder(folder).resolve()), placed, tuple(cartridge.config.head))
 
 
 def names_of(vllm_config) -> CartridgeNames:

@@ -82,12 +82,13 @@ async def load_kv_cartridge(body: LoadCartridge, request: Request):
         if not os.path.isdir(body.path):
             raise HTTPException(HTTPStatus.BAD_REQUEST, f"{body.path!r} is not a folder of this machine: give one")
         try:
-            cartridge = await asyncio.to_thread(names.add, body.name, body.path)
+            cartridge = await asyncio.to_thread(names.read, body.name, body.path)
             core = models.engine_client.engine_core
             await core.call_utility_async("kvpop_load_cartridge", body.name, cartridge.folder, *cartridge.placed)
         except Exception as error:  # an engine's error comes as an exception of another class
-            names.served.pop(body.name, None)
             raise HTTPException(HTTPStatus.BAD_REQUEST, str(error)) from None
+        # requests may name it once the engine has it
+        names.served[body.name] = cartridge
         _list(models, body.name, cartridge)
     return {"name": body.name, "slots": cartridge.placed.slots}
 

@@ -166,6 +166,9 @@ def reset_prefix_cache(original, self, *args, **kwargs) -> bool:
     """Wrap the reset of the prefix cache: no request's blocks are those of cartridges meanwhile."""
     if (manager := manager_of(self)) is None or manager.cartridges is None:
         return original(self, *args, **kwargs)
+    # a request that waits may have copies already, and makes them again
+    for name in manager.placed - set(manager.req_to_blocks):
+        manager.forget_cartridges(name)
     with manager.cartridges.unpinned():
         return original(self, *args, **kwargs)
 

@@ -51,7 +51,9 @@ def bytes_of(blocks: int, scheduler) -> int:
     """Return the bytes of blocks of the policy's layers on all ranks together, as many in each of their cache groups."""
     model, managers = engine_policy(scheduler.vllm_config).model, managers_of(scheduler)
     spec = managers[0].kv_cache_spec
-    slot_bytes = model.num_layers * model.num_kv_heads * spec.state_content_bytes
+    # ranks beyond the number of KV heads hold copies
+    heads = max(model.num_kv_heads, scheduler.vllm_config.parallel_config.tensor_parallel_size)
+    slot_bytes = model.num_layers * heads * spec.state_content_bytes
     return blocks * spec.block_size * slot_bytes // len(managers)
 
 

@@ -207,6 +207,7 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
         return
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
     model, drafts = vllm_config.model_config, speculation.num_speculative_tokens
+    drafting = speculation.method in DRAFT_MODELS
     chunk, cache = scheduler.long_prefill_token_threshold, vllm_config.cache_config
     small = cache.user_specified_block_size and cache.block_size % 32 and vllm_config.device_config.device_type == "cpu"
     refuse(
@@ -222,9 +223,13 @@ def check_speculation(vllm_config: Any, policy: Any) -> None:
             ),
             "asynchronous scheduling: leave --async-scheduling out": bool(scheduler.async_scheduling),
             "drafts in parallel: leave parallel_drafting out": speculation.parallel_drafting,
-            f"--block-size {cache.block_size} on a CPU, where layers draft: use a multiple of 32": (
-                small and speculation.method in DRAFT_MODELS
+            "cartridges, of which layers that draft have no slots: leave --kv-cartridge out, and unset"
+            " VLLM_ALLOW_RUNTIME_LORA_UPDATING": drafting
+            and bool(policy.settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING),
+            f"one cache for all kinds of layers: leave --disable-hybrid-kv-cache-manager out{_or_unset()}": (
+                drafting and scheduler.disable_hybrid_kv_cache_manager
             ),
+            f"--block-size {cache.block_size} on a CPU, where layers draft: use a multiple of 32": (small and drafting),
             f"--long-prefill-token-threshold {chunk}, where vLLM stops at a hit: raise it to more than {drafts}": (
                 0 < chunk <= drafts
             ),
