@@ -23,6 +23,7 @@ from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
 from kvpop_vllm.flags import FLAGS
+from kvpop_vllm.hub import FILES, MODEL, PICKLES, local_folder
 from kvpop_vllm.supported import DTYPES
 
 DOCTOR = "print versions, whether vLLM loads the plugin, kernels, and what `vllm serve` with the same MODEL and options would keep"
@@ -38,6 +39,18 @@ TRAINING_PLAN = dict.fromkeys(
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def download_models(options: argparse.Namespace) -> None:
+    """Replace names of models on the hub by folders. Commands that read configs alone download no weights."""
+    files = ("*.json",) if options.run in (plan, init_scorer) else MODEL
+    # of kvpop distill, --teacher is a folder of logits
+    names = "model", "base", *(["teacher"] if hasattr(options, "task") else [])
+    for name in names:
+        value = getattr(options, name, None)
+        # a path stays as it was given, since runs are continued by it
+        if value is not None and not os.path.exists(value):
+            setattr(options, name, str(local_folder(value, files=files)))
 
 
 def fetch_demo_model(options: argparse.Namespace) -> None:
@@ -59,8 +72,6 @@ def init_scorer(options: argparse.Namespace) -> None:
 def import_published(options: argparse.Namespace) -> None:
     """Run ``kvpop import``."""
     from kvpop_vllm.compaction.published import import_cartridge, published_cartridge
-    from kvpop_vllm.config import ConfigError
-    from kvpop_vllm.hub import FILES, PICKLES, local_folder
     from kvpop_vllm.scorers.published import check_served, import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
@@ -182,7 +193,7 @@ def add_command(commands: Commands, name: str, purpose: str, run: Callable | Non
 def add_init(commands: Commands) -> None:
     """Add ``kvpop init-scorer``."""
     command = add_command(commands, "init-scorer", "write an untrained scorer for MODEL into DIR", init_scorer)
-    command.add_argument("model", metavar="MODEL", help="folder of the base model")
+    command.add_argument("model", metavar="MODEL", help="folder of the base model, or its name on the hub")
     command.add_argument("directory", metavar="DIR", help="folder to write")
     kinds = "mlstm (default), mlp, linear, trimkv, dms or kvzap"
     command.add_argument("--scorer", metavar="KIND", default="mlstm", help=kinds)
@@ -205,7 +216,7 @@ def add_import(commands: Commands) -> None:
         help="folder with its config.json and weights, or its name on the hub; a cartridge's .pt file",
     )
     command.add_argument("directory", metavar="DIR", help="folder to write")
-    command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model")
+    command.add_argument("--model", metavar="MODEL", help="folder of a cartridge's base model, or its name on the hub")
     command.add_argument("--map", metavar="FILE", help="how to read a KVpop checkpoint (kvpop inspect-checkpoint)")
     add_setting(command, "sinks", "first tokens always kept (default: TRIM-KV and FastDMS 0, DMS 1, KVzap 4)")
     add_setting(command, "window", "latest tokens always kept (default: TRIM-KV 1, DMS its own, KVzap 128)")
@@ -238,7 +249,7 @@ def add_export(commands: Commands) -> None:
     """Add ``kvpop export``."""
     purpose = "write one checkpoint into DIR that holds the model BASE and the scorer ADAPTER"
     command = add_command(commands, "export", purpose, export)
-    command.add_argument("base", metavar="BASE", help="folder of the base model")
+    command.add_argument("base", metavar="BASE", help="folder of the base model, or its name on the hub")
     command.add_argument("adapter", metavar="ADAPTER", help="folder of the scorer")
     command.add_argument("directory", metavar="DIR", help="folder to write")
 
@@ -257,7 +268,9 @@ def add_bench(commands: Commands) -> None:
 def add_plan(commands: Commands) -> None:
     """Add ``kvpop plan``."""
     command = add_command(commands, "plan", "bytes of a request and how many fit, for every policy and budget", plan)
-    command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder; its config.json is read")
+    command.add_argument(
+        "--model", required=True, metavar="DIR", help="a Hugging Face folder or a name of the hub; config.json is read"
+    )
     command.add_argument("--kv-memory", type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
     add_setting(command, "budget", "tokens per KV head (default: 1/2, 1/4 and 1/8 of N)", nargs="+")
     add_setting(command, "scorer", "of the kvpop policies (default: the size of an untrained one)")
@@ -360,6 +373,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import torch
 
             torch.set_num_threads(options.threads)
+        download_models(options)
         options.run(options)
         # here, so that a pipe that has closed is an error inside of this try
         if sys.stdout is not None:

@@ -11,6 +11,10 @@ from kvpop_vllm.config import ConfigError
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*?)(?:@(?P<revision>[\w./-]+))?")
 FILES = ("*.json", "*.safetensors")
 """Files of a scorer, a cartridge or a checkpoint. No code is downloaded."""
+MODEL = (*FILES, "*.txt", "*.model", "*.jinja")
+"""Files of a model and its tokenizer."""
+COPIES = ("original/*", "metal/*")
+"""Further copies of a model's weights in other formats, which are not wanted."""
 PICKLES = ("*.bin", "*.pt", "*.pth")
 """Files that ``kvpop import`` reads as well."""
 
@@ -39,7 +43,13 @@ def local_folder(
     revision = revision or match["revision"]
     try:
         return Path(
-            snapshot_download(match["repo"], revision=revision, cache_dir=cache_dir, allow_patterns=list(files))
+            snapshot_download(
+                match["repo"],
+                revision=revision,
+                cache_dir=cache_dir,
+                allow_patterns=list(files),
+                ignore_patterns=list(COPIES),
+            )
         )
     except Exception as error:  # a proxy's errors are of the HTTP client
         # before huggingface_hub 1.0, LocalEntryNotFoundError is an HfHubHTTPError too

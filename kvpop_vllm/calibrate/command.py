@@ -21,7 +21,7 @@ def add_calibrate(commands) -> None:
         " no scorer"
     )
     command = commands.add_parser("calibrate", help=summary, description=summary)
-    command.add_argument("model", metavar="MODEL", help="folder of the model")
+    command.add_argument("model", metavar="MODEL", help="folder of the model, or its name on the hub")
     command.add_argument(
         "--out",
         metavar="DIR",

@@ -30,7 +30,7 @@ def add_compact(commands, engine: Callable) -> None:
     summary = "write a cartridge of a corpus: a KV cache of a few slots that MODEL can use in place of the corpus"
     command = commands.add_parser("compact", help=summary, description=summary)
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder of the base model")
+    add("model", metavar="MODEL", help="folder of the base model, or its name on the hub")
     add("--data", required=True, metavar="TEXT", help="the corpus: a text or JSONL file, or a folder")
     add("--out", required=True, metavar="DIR", help="folder to write; a stopped --method cartridge is continued")
     add(
@@ -173,7 +173,7 @@ def add_train_compactor(commands) -> None:
     summary = "train a compactor (STILL) for MODEL on texts, once for 'kvpop compact --method still' of any corpus"
     command = commands.add_parser("train-compactor", help=summary, description=summary)
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder of the base model")
+    add("model", metavar="MODEL", help="folder of the base model, or its name on the hub")
     add("--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
     add("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
     add("--slots", type=positive, metavar="P", help="slots per KV head (default 256)")

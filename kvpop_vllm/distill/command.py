@@ -26,7 +26,7 @@ def add_distill(commands) -> None:
     command = commands.add_parser("distill", help=summary, description=summary)
     add = command.add_argument
     add("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
-    add("--model", metavar="MODEL", help="folder of the base model")
+    add("--model", metavar="MODEL", help="folder of the base model, or its name on the hub")
     add(
         "--data",
         nargs="+",

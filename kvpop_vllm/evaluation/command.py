@@ -45,7 +45,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     )
     command = commands.add_parser("eval", help=summary, description=summary)
     add = command.add_argument
-    add("--model", required=True, metavar="MODEL", help="folder of the base model")
+    add("--model", required=True, metavar="MODEL", help="folder of the base model, or its name on the hub")
     add(
         "--teacher",
         metavar="MODEL",

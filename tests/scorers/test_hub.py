@@ -9,6 +9,7 @@ from scorers.hub_server import commit_of, lay_out, serving
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hub import local_folder
+from kvpop_vllm.scorers.checkpoint import read_config
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 RUN = """
@@ -86,6 +87,35 @@ def test_an_existing_folder_wins(revisions, tmp_path, monkeypatch):
     assert local_folder("owner/name").resolve() == revisions["main"].resolve()
     for path in ("nowhere", "a/b/c", "/nowhere/x", "./a/b", "../x"):
         assert str(local_folder(path)) == os.path.normpath(path)
+
+
+def test_commands_take_names_of_models(base, tmp_path, monkeypatch, run_kvpop):
+    """A name becomes the folder in the hub's cache; a path stays as it is."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    lay_out(tmp_path / "hub", "owner/model", {"main": base})
+    size = "--kv-memory 1GiB --max-model-len 4096 --budget 512".split()
+    by_name, by_path = (run_kvpop("plan", "--model", model, *size) for model in ("owner/model", str(base)))
+    assert by_name == by_path and by_name[0] == 0, by_name
+    assert run_kvpop("init-scorer", "owner/model", str(tmp_path / "scorer"), "--window", "8")[0] == 0
+    assert read_config(tmp_path / "scorer").num_layers == 2
+    assert run_kvpop("export", "owner/model", str(tmp_path / "scorer"), str(tmp_path / "full"))[0] == 0
+    for words in (
+        "plan --kv-memory 1GiB --model owner/absent",
+        "eval --data x --model owner/absent",
+        f"eval --data x --model {base} --teacher owner/absent",
+        "distill --data x --out y --model owner/absent",
+        "calibrate owner/absent --out y",
+        "compact owner/absent --data x --out y",
+        "train-compactor owner/absent --data x --out y",
+    ):
+        status, _, errors = run_kvpop(*words.split())
+        assert status == 2 and "owner/absent is no folder here, and the hub cannot be reached" in errors, (
+            words,
+            errors,
+        )
 
 
 @pytest.mark.parametrize("reader", ["cartridge", "import", "inspect-checkpoint"])
