@@ -116,7 +116,7 @@ SETTINGS = (
         "what --kv-protect-prompt says", protects=True, applies_to=(ENGINE,),
     ),
     Setting(
-        "reserve", bool, "", "Begin a request only when all blocks that it will ever hold are free, so that none is preempted",
+        "reserve", bool, "", "Begin a request only when all blocks that the policy's layers will ever hold for it are free, so that none is preempted for these",
         "off", applies_to=(ENGINE,),
     ),
     Setting(

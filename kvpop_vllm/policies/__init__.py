@@ -54,7 +54,7 @@ def get(name: str) -> type[Policy]:
     if name in POLICIES:
         return POLICIES[name]
     if not brought:
-        raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}, auto")
+        raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:
         cls = brought[0].load()
     # importing runs the package's code, which may raise anything

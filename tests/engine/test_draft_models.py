@@ -131,21 +131,6 @@ def test_what_layers_that_draft_do_not_go_with(tiny_model, tmp_path):
 
 
 @pytest.mark.slow
-def test_reserved_blocks(tiny_model, tmp_path):
-    """No request is preempted for the dense cache of layers that draft, which grows with the text."""
-    speculation, preempted = write_eagle3(tmp_path / "head", model := tiny_model("llama")), {}
-    for reserve in (False, True):
-        setup = make_case(model, tmp_path / f"scorer-{reserve}", "h2o")
-        setup = setup._replace(settings=setup.settings | {"reserve": reserve})
-        with serving(setup, speculative_config=speculation, enable_prefix_caching=False, **SIZES) as engine:
-            with engine.small_pool(40):
-                answers = engine.serve(jobs_of(*range(5, 11), new=200))
-            assert {len(answer.outputs[0].token_ids) for answer in answers.values()} == {200}
-            preempted[reserve] = sum(engine.recorder.preemptions.values())
-    assert preempted[False] > 0 == preempted[True]
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("protect", [0, 40])
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_a_chat_goes_on(tiny_model, tmp_path, method, protect):

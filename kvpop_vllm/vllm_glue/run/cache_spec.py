@@ -13,7 +13,7 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, MambaSpec
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvpop_vllm.cache.accounting import dropped_columns, request_blocks, worst_prompts
@@ -46,23 +46,6 @@ def longest_prefix(length: int, max_protect: bool | int, cartridges: Sequence[in
     return length if loads else min(length, protected_tokens(max_protect, length) + sum(cartridges))
 
 
-@functools.lru_cache(maxsize=4096)  # one call takes microseconds, and admissions ask for all running requests
-def most_blocks(spec: KVCacheSpec, step_tokens: int, length: int) -> int:
-    """Return the most blocks that a request holds in a group of vLLM's own.
-
-    Args:
-        spec: cache spec of the group.
-        step_tokens: most tokens of the request in the steps that run or wait at once.
-        length: largest length of the request, drafts included.
-    """
-    if isinstance(spec, FullAttentionSpec):  # of layers that draft, ahead of the text
-        return cdiv(length, spec.block_size)
-    if isinstance(spec, MambaSpec):  # as in its max_memory_usage_bytes()
-        aligned = spec.mamba_cache_mode == "align"
-        return 1 + spec.num_speculative_blocks + (1 + spec.num_prefill_checkpoint_blocks if aligned else 0)
-    return spec.max_admission_blocks_per_request(max_in_flight_tokens=step_tokens, max_model_len=length)
-
-
 class FixedBudgetManager(SingleTypeKVCacheManager):
     """Block manager that claims the blocks of a request as it grows.
 
@@ -85,9 +68,6 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.ended: list[tuple] = []  # numbers of requests that have ended, for the next metrics
         alone = not kwargs.get("needs_kv_cache_zeroing")  # no layers of other kinds take blocks
         self.snapshots: Snapshots | None = None  # set when the managers of all groups are made
-        # likewise, in one manager, where blocks are reserved: groups of vLLM's own, most tokens of a request in steps
-        self.stock_managers: tuple[SingleTypeKVCacheManager, ...] = ()
-        self.step_tokens = 0
         if alone and kv_cache_spec.protect and kv_cache_spec.compression is None:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
@@ -147,25 +127,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         num_blocks = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         copies = 0 if self.snapshots is None else self.snapshots.copied(request_id, self, new_computed_blocks)
-        reserved = 0 if request_id in self.req_to_blocks else self._reserved(request_id, num_tokens)
-        return max(0, self._blocks(request_id, num_tokens) - num_blocks) + evictable + copies + reserved
-
-    def _reserved(self, request_id: str, num_tokens: int) -> int:
-        """Return the most blocks that groups of vLLM's own may still ask for, for all running requests and a new one.
-
-        Args:
-            request_id: the new one, which has no blocks.
-            num_tokens: its tokens for which these groups ask for blocks now.
-        """
-        reserved = 0
-        for manager in self.stock_managers:
-            claimed = {name: sum(not block.is_null for block in row) for name, row in manager.req_to_blocks.items()}
-            recurrent = isinstance(manager.kv_cache_spec, MambaSpec)
-            claimed[request_id] = 1 if recurrent else cdiv(num_tokens, manager.block_size)
-            for name, blocks in claimed.items():
-                bound = most_blocks(manager.kv_cache_spec, self.step_tokens, self.final.get(name, 0))
-                reserved += max(0, bound - blocks)
-        return reserved
+        return max(0, self._blocks(request_id, num_tokens) - num_blocks) + evictable + copies
 
     def most_drafts(self, request, proposed: list[int]) -> int:
         """Return how many drafts of a request are verified in its next step.

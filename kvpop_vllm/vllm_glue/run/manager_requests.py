@@ -7,13 +7,11 @@ from kvpop_vllm.vllm_glue.run.snapshots import Snapshots
 
 
 def make_managers(original, self, *args, **kwargs):
-    """Wrap the making of the block managers of all cache groups: ours share a store of snapshots, one knows vLLM's."""
+    """Wrap the making of the block managers of all cache groups: ours share one store of snapshots."""
     original(self, *args, **kwargs)
-    ours, step_tokens = _managers(self.coordinator), kwargs.get("max_in_flight_tokens") or self.max_model_len
-    if ours and ours[0].kv_cache_spec.reserve:
-        stock = (manager for manager in self.coordinator.single_type_managers if manager not in ours)
-        ours[0].stock_managers, ours[0].step_tokens = tuple(stock), step_tokens
+    ours = _managers(self.coordinator)
     if ours and self.enable_caching and ours[0].kv_cache_spec.snapshots:
+        step_tokens = kwargs.get("max_in_flight_tokens") or self.max_model_len
         snapshots = Snapshots(self.coordinator, ours[0].kv_cache_spec.draws, step_tokens)
         for manager in ours:
             manager.snapshots = snapshots

@@ -14,6 +14,7 @@ snapshot shares those that the next token needs, and vLLM copies the last one wh
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,15 +22,17 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvpop_vllm.requests import RequestSlots, protects_prompt
-from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager, most_blocks
+from kvpop_vllm.vllm_glue.run.cache_spec import FixedBudgetManager
 from kvpop_vllm.vllm_glue.run.prompt_endings import PromptEndings
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -248,7 +251,10 @@ class Snapshots:
                 if isinstance(manager, FixedBudgetManager):
                     missing += manager.most_missing(name)
                     continue
-                bound = most_blocks(manager.kv_cache_spec, in_flight, self.manager.final[name])
+                if isinstance(manager.kv_cache_spec, FullAttentionSpec):  # of layers that draft, ahead of the text
+                    bound = cdiv(self.manager.final[name] + self.manager.kv_cache_spec.drafts, manager.block_size)
+                else:
+                    bound = _most_blocks(manager.kv_cache_spec, in_flight, self.manager.final[name])
                 skipped = manager.get_num_skipped_tokens(request.num_computed_tokens) // manager.block_size
                 missing += max(0, bound - max(0, len(manager.req_to_blocks.get(name, ())) - skipped))
         return missing
@@ -465,3 +471,9 @@ class Snapshots:
 def _digest(request: Request, hashes: int) -> bytes:
     """Return vLLM's hash of a request's first tokens, as many as ``hashes`` hashes cover."""
     return bytes(request.block_hashes[hashes - 1]) if hashes else b""
+
+
+@functools.lru_cache(maxsize=4096)  # one call takes microseconds, and every prompt's end asks for all running requests
+def _most_blocks(spec: KVCacheSpec, in_flight: int, length: int) -> int:
+    """Return the most blocks that a request of at most ``length`` tokens holds in a group of vLLM's own."""
+    return spec.max_admission_blocks_per_request(max_in_flight_tokens=in_flight, max_model_len=length)
