@@ -168,21 +168,22 @@ class Comparison:
             name: name of the policy here.
             words: model and policy.
         """
-        for measured in contenders.calibrated_at(name):
-            out, shares = self._shared(name, measured), self._shares_options(name, measured)
+        for use in contenders.uses_of(name):
+            out, shares = self._shared(name, use), self._shares_options(name, use)
             if not shares:
                 self.cells.pop(out, None)
             elif not self._has(out, options := [*words, *shares], self.rows):
                 options += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
                 yield self._evaluation(out, [*options, "--rows", self.rows])
 
-    def _shares_options(self, name: str, measured: int) -> list:
-        """Return the options of `kvpop eval` for a policy with the shares that were found at a compression.
+    def _shares_options(self, name: str, use: contenders.Use) -> list:
+        """Return the options of `kvpop eval` for a policy with the shares that were found for a use.
 
         Where none are better than equal ones, what is trained with shares has equal ones. Other policies solve problems
         with these anyway, and have no options here.
         """
-        folder, used = self.calibrations / f"{name}-{measured}", ["--share", *contenders.calibrated_at(name)[measured]]
+        folder, used = self.calibrations / f"{name}-{use.measured}", ["--share", *use.compressions]
+        used += ["--equal", use.equal] if use.equal else []
         if self._has_shares(folder):
             return ["--calibration", folder, *used]
         return ["--allocator", "uniform", *used] if contenders.VARIANT.fullmatch(name)["shares"] else []
@@ -198,14 +199,15 @@ class Comparison:
         variant = contenders.VARIANT.fullmatch(name)
         return (self.earlier or self.calibrations) / f"{variant['policy']}-{variant['shares']}"
 
-    def _shared(self, name: str, compression: int) -> Path:
-        """Return the file of the records of a policy with the shares that were found at a compression."""
-        return self.records / f"shares-{compression}-{name}.jsonl"
+    def _shared(self, name: str, use: contenders.Use) -> Path:
+        """Return the file of the records of a policy with the shares that were found for a use."""
+        return self.records / f"{'bytes' if use.equal == 'bytes' else 'shares'}-{use.measured}-{name}.jsonl"
 
     def _solved(self, name: str) -> Path:
         """Return the first file of records of a trained policy, in which its base model answers without it too."""
         shares = contenders.VARIANT.fullmatch(name)["shares"]
-        return self._shared(name, shares) if shares else self.records / f"{name}.jsonl"
+        of_training = (use for use in contenders.uses_of(name) if str(use.measured) == shares)
+        return self._shared(name, next(of_training)) if shares else self.records / f"{name}.jsonl"
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
@@ -292,11 +294,11 @@ class Comparison:
 
     def _expect_shares(self, name: str) -> None:
         """Note the commands about a policy's shares. What is there already is judged before anything runs."""
-        for c in contenders.calibrated_at(name):
-            solved, folder = self._shared(name, c), self.calibrations / f"{name}-{c}"
+        for use in contenders.uses_of(name):
+            solved, folder = self._shared(name, use), self.calibrations / f"{name}-{use.measured}"
             if not (folder / NAME).exists():
                 self.cells[folder] = "calibrate"
-            elif options := self._shares_options(name, c):
+            elif options := self._shares_options(name, use):
                 self._has(solved, options, self.rows)
             if not solved.exists():
                 self.cells[solved] = "eval"
@@ -415,7 +417,7 @@ class Comparison:
         recorded = about.get("options", {})
         settings = {"kinds": self.kinds, "rows": rows, "size": self.size, "seed": self.seed}
         settings |= self.test if problems is None else problems
-        settings |= {"share": _values(words, "--share"), "calibration": _values(words, "--calibration")}
+        settings |= {name: _values(words, f"--{name}") for name in ("share", "calibration", "equal")}
         if recorded.get("protect_prompt") is not None:
             settings["protect_prompt"] = [self.protect]
         first = SEEDS[settings.get("split", "test")][self.seed * DRAW_SIZE]

@@ -58,10 +58,10 @@ def options_parser() -> argparse.ArgumentParser:
         "--train-shares",
         type=int,
         nargs="*",
-        choices=contenders.CALIBRATED_SCORERS,
+        choices=contenders.calibrated_at("kvpop"),
         default=[],
         metavar="C",
-        help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.CALIBRATED_SCORERS))} (default: do not)",
+        help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.calibrated_at('kvpop')))} (default: do not)",
     )
     parser.add_argument(
         "--calibrations",

@@ -1,6 +1,7 @@
 """Policies of the comparison, trained and training-free, with their windows, budgets and shares."""
 
 import re
+from typing import NamedTuple
 
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase", "triattention"
 """Policies that need no training."""
@@ -12,11 +13,9 @@ WINDOWS = {16: (4, 8, 16), 32: (4, 8, 16), 64: (4, 8)}
 """Windows of training-free policies, each with the compressions at which it leaves slots."""
 CALIBRATED = {4: (2, 4), 8: (6, 8), 12: (12, 16)}
 """Compressions: those at which shares are measured, each with those at which they are used."""
-CALIBRATED_SCORERS = {8: (2, 4, 6, 8), 12: (12, 16)}
-"""The same for trained scorers, which lose next to nothing at 4 times less with half as many slots."""
 CALIBRATION_ROWS = 32
 """Validation problems that shares are measured on; as many others judge them."""
-SHARES = re.compile(r"shares-\d+-(.*)")
+SHARES = re.compile(r"(?:shares|bytes)-\d+-(.*)")
 """Names of records of policies with shares, with the compression at which they were measured and the policy."""
 STATISTICS = "triattention"
 """Policy that cannot do without a calibration."""
@@ -28,6 +27,33 @@ VARIANT = re.compile(r"(?P<policy>.+?)(-shares-(?P<shares>\d+))?(-seed-(?P<seed>
 """Names of trained policies.
 
 A key of :data:`TRAINED`, the compression whose shares it is trained with, and another seed of the training.
+"""
+
+
+class Use(NamedTuple):
+    """Where shares of heads are used.
+
+    Attributes:
+        measured: compression at which they are measured.
+        equal: ``k`` or ``bytes``, whichever is equal between policies, None for both.
+        compressions: those at which they are used.
+    """
+
+    measured: int
+    equal: str | None
+    compressions: tuple[int, ...]
+
+
+OF_SCORERS = (
+    Use(8, "k", (2, 4, 6, 8)),
+    Use(8, "bytes", (2, 4)),
+    Use(12, "k", (12, 16)),
+    Use(12, "bytes", (6, 8)),
+)
+"""Uses of shares of trained scorers.
+
+They lose next to nothing at 4 times less with half as many slots. At equal bytes the page of a state and the pages of
+unequal heads leave 6 and 8 times less about as many slots as 11 times less has.
 """
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
@@ -79,11 +105,16 @@ def training_options(name: str) -> list[str]:
     return TRAINED[variant["policy"]].split() + (["--seed", variant["seed"]] if variant["seed"] else [])
 
 
-def calibrated_at(name: str) -> dict[int, tuple[int, ...]]:
-    """Return the compressions at which a policy's shares are measured, each with those at which they are used."""
+def uses_of(name: str) -> tuple[Use, ...]:
+    """Return where a policy's shares are used."""
     if VARIANT.fullmatch(name)["policy"] in TRAINED and is_scorer(name):
-        return CALIBRATED_SCORERS
-    return {compression: CALIBRATED[compression] for compression in WIDE.get(name, CALIBRATED)}
+        return OF_SCORERS
+    return tuple(Use(measured, None, CALIBRATED[measured]) for measured in WIDE.get(name, CALIBRATED))
+
+
+def calibrated_at(name: str) -> list[int]:
+    """Return the compressions at which a policy's shares are measured."""
+    return list(dict.fromkeys(use.measured for use in uses_of(name)))
 
 
 def all_compressions() -> tuple[int, ...]:

@@ -62,7 +62,7 @@ def small(monkeypatch):
     monkeypatch.setattr(contenders, "WINDOWS", {8: (2,)})
     monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
-    monkeypatch.setattr(contenders, "CALIBRATED_SCORERS", {2: (2,)})
+    monkeypatch.setattr(contenders, "OF_SCORERS", (contenders.Use(2, None, (2,)),))
     monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
     monkeypatch.setattr(commands, "_run", run_here)
     monkeypatch.setattr(contenders, "COMMON", contenders.COMMON.replace("1600", "300"))
@@ -265,16 +265,21 @@ def test_the_base_of_what_is_trained_with_shares_answers_once(tmp_path, monkeypa
     comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1, size=4)
     comparison._calibration = lambda *_: iter(())
     for name, base_answers in (
-        ("kvpop-shares-12-seed-1", [False, True]),
-        ("kvpop-frozen-base-shares-12", [False] * 2),
+        ("kvpop-shares-12-seed-1", [False, False, True, False]),
+        ("kvpop-frozen-base-shares-12", [False] * 4),
     ):
-        for c in contenders.CALIBRATED_SCORERS:
+        for c in contenders.calibrated_at(name):
             folder = comparison.calibrations / f"{name}-{c}"
             folder.mkdir(parents=True)
             (folder / commands.NAME).write_text(json.dumps({"unit": "head"}))
         train, *solved = (list(map(str, command)) for command in comparison._training_commands(name, [], 9))
         assert train[1] == "distill"
-        assert [Path(command[-1]).name for command in solved] == [f"shares-{c}-{name}.jsonl" for c in (8, 12)]
+        assert [Path(command[-1]).name for command in solved] == [
+            f"{kind}-{c}-{name}.jsonl" for c in (8, 12) for kind in ("shares", "bytes")
+        ]
+        assert [command[command.index("--equal") + 1] for command in solved] == ["k", "bytes"] * 2
+        shares = [command[command.index("--share") + 1 : command.index("--equal")] for command in solved]
+        assert shares == [["2", "4", "6", "8"], ["2", "4"], ["12", "16"], ["6", "8"]]
         assert ["--no-dense" not in command for command in solved] == base_answers
 
 
@@ -288,12 +293,13 @@ def test_what_is_trained_with_shares_is_solved_with_equal_ones_where_these_are_b
             folder.mkdir(parents=True)
             (folder / commands.NAME).write_text(json.dumps({"unit": unit}))
         solved = [list(map(str, command)) for command in comparison._training_commands(name, [], 9)][1:]
-        shared = {Path(command[-1]).name: command for command in solved if "shares-" in Path(command[-1]).name}
+        files = {Path(command[-1]).name: command for command in solved}
+        shared = {file: command for file, command in files.items() if file.startswith("shares-")}
         assert [*shared] == [f"shares-{c}-{name}.jsonl" for c in solves]
         if last := shared.get("shares-12-kvpop-shares-12.jsonl"):
             assert "--calibration" not in last and "--no-dense" not in last
             assert last[last.index("--allocator") + 1] == "uniform"
-            assert last[last.index("--share") + 1 : last.index("--rows")] == ["12", "16"]
+            assert last[last.index("--share") + 1 : last.index("--equal")] == ["12", "16"]
 
 
 def test_records_with_other_shares_are_refused_before_anything_runs(tmp_path):
@@ -471,8 +477,11 @@ def test_the_base_of_a_policy_is_not_the_dense_model(tmp_path):
         ("shares-12-kvpop-mlp-shares-12-seed-1", None),
     ):
         (tmp_path / f"{stem}.jsonl").write_text(record_lines({"share": [12], "teacher": teacher}, dense, record))
+    at_equal_bytes = record_lines({"share": [12], "teacher": None}, record | {"equal": "bytes"})
+    (tmp_path / "bytes-12-kvpop-mlp-shares-12-seed-1.jsonl").write_text(at_equal_bytes)
     names = [(line["policy"], line.get("training")) for line in records_of(tmp_path)[0]]
     assert names == [
+        ("kvpop-mlp, trained with shares of 12 times", 1),
         ("dense", None),
         ("kvpop-frozen-base", 0),
         ("kvpop", 0),
