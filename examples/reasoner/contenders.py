@@ -31,7 +31,7 @@ A key of :data:`TRAINED`, the compression whose shares it is trained with, and a
 
 
 class Use(NamedTuple):
-    """Where shares of heads are used.
+    """Compressions at which shares of heads are used.
 
     Attributes:
         measured: compression at which they are measured.
