@@ -129,13 +129,11 @@ class CachePasses:
             after: tokens of each row after the pass.
             protected: p of each row before the pass.
         """
-        cartridge_slots = self._cartridges.count
+        cartridge_slots, of_prompt = self._cartridges.count, length > 1 or columns < self.text_columns
         protects = self._rows.protects(self.policy, len(lengths))
         return [
             cartridge_slots + protected_tokens(protect, end - cartridge_slots)
-            if columns < self._columns
-            or p == before
-            and (length > 1 or before == cartridge_slots or columns < self.text_columns)
+            if columns < self._columns or p == before and (of_prompt or before == cartridge_slots)
             else p
             for protect, p, before, end in zip(protects, protected, lengths, after, strict=True)
         ]
