@@ -77,9 +77,9 @@ Case does not matter, and a blank stands for a line break too.
 LOG = "docs/log/"
 """Folder of documents whose words are not counted."""
 COUNTS: dict[str, int] = {
-    "name more": 6,
-    "name other": 25,
-    "name parts": 40,
+    "name more": 5,
+    "name other": 24,
+    "name parts": 38,
     "name rest": 6,
 }
 """Uses of each word and pattern today: names in Python files, words of docstrings, comments and documents, patterns of

@@ -154,8 +154,8 @@ def check_length(place: Place, corpus: int, slots: int, method: str, positions: 
     if method == "attention-matching":
         room_after(place, corpus, positions, REPEAT)
     elif tokens < slots:
-        fewer = tokens // BLOCK_SLOTS * BLOCK_SLOTS
-        advice = f"lower --slots to {fewer}" if fewer else f"give at least {BLOCK_SLOTS} tokens"
+        possible = tokens // BLOCK_SLOTS * BLOCK_SLOTS
+        advice = f"lower --slots to {possible}" if possible else f"give at least {BLOCK_SLOTS} tokens"
         advice = f"give at least {slots} tokens, or a compactor to fewer slots" if method == "still" else advice
         raise ConfigError(f"the corpus has {tokens} tokens, fewer than {slots} slots: {advice}")
     elif positions is not None and slots > positions:

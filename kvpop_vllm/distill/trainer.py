@@ -279,9 +279,9 @@ class Trainer(Loop):
         self.tokens += tokens.numel() * self.process.world
         prompt = 0 if recipe.pack else self.rows.prompt_length(row)
         top = None if self.teacher is None else self._targets(tokens, row)  # before the model has gathered anything
-        loss, parts = self.student(tokens, row, top, prompt)
+        loss, losses = self.student(tokens, row, top, prompt)
         (loss / passes).backward()
-        return {name: value.double() for name, value in ({"loss": loss.detach()} | parts).items()}
+        return {name: value.double() for name, value in ({"loss": loss.detach()} | losses).items()}
 
     def judge(self, step: int) -> dict[str, float]:
         """Return ``validation_loss`` and its parts after ``step`` steps, means of the held-out rows, if they are due.
@@ -310,10 +310,10 @@ class Trainer(Loop):
         """Return loss and parts of a held-out row, the first of which has number 0."""
         tokens = to_device(tokens.unsqueeze(0), self.process.device)
         top = None if self.teacher is None else self._targets(tokens, row)
-        loss, parts = self.student(tokens, row, top, prompt, held_out_at=step - 1)
+        loss, losses = self.student(tokens, row, top, prompt, held_out_at=step - 1)
         if isinstance(self.student, FSDPModule):
             self.student.reshard()  # which only a backward pass does by itself
-        return {name: value.double() for name, value in ({"loss": loss} | parts).items()}
+        return {name: value.double() for name, value in ({"loss": loss} | losses).items()}
 
     def _targets(self, tokens: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the teacher's top logits of a micro-batch, and their indices."""

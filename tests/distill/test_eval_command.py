@@ -107,9 +107,9 @@ def test_policies_that_follow_attention_and_corrections(kvpop):
     moments = {r["policy"]: r for r in records}
     assert moments.keys() == {"dense", "corrected", *names, *(f"{name}+moment" for name in (*names, "corrected"))}
     for name in ("streaming-llm", "corrected"):  # the same tokens stay, and outputs change
-        plain, more = moments[name], moments[f"{name}+moment"]
-        assert plain["nll"] != more["nll"]
-        assert all(plain[measure] == more[measure] for measure in ("teacher", "hindsight", "mass"))
+        plain, corrected = moments[name], moments[f"{name}+moment"]
+        assert plain["nll"] != corrected["nll"]
+        assert all(plain[measure] == corrected[measure] for measure in ("teacher", "hindsight", "mass"))
     records = evaluated(kvpop, f"{words} --policies random momentkv --correction=none").records
     none = {r["policy"]: r["nll"] for r in records}
     assert none.keys() == {"dense", "random", "momentkv", "corrected"}

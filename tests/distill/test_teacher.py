@@ -205,10 +205,10 @@ def test_a_folder_of_other_settings_is_refused(folder, model, packed, rows, sett
         "model": settings_of(other_model, packed, TOP),
         "data": settings_of(folder / "model", other_text, TOP),
     }
-    for name, other in other_settings.items():
+    for name, changed in other_settings.items():
         for use in (TeacherReader, partial(write, model, rows)):
             with pytest.raises(ConfigError, match=f"with {name} = .*, not .*: use the same {name}, or another folder"):
-                use(tmp_path, other)
+                use(tmp_path, changed)
 
 
 def test_a_row_of_other_text_or_beyond_the_last_is_refused(model, rows, settings, tmp_path):

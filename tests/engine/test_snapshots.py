@@ -221,8 +221,8 @@ def test_other_requests_do_not_hit(engine):
         answers = engine.serve([Job(prompt=[*history, 5], new=2, scored=False, **options)])
         assert [answer.num_cached_tokens for answer in answers.values()] == [protected if "asks" in options else 0]
     if protected:
-        fewer = Job(prompt=[*history, 5], new=2, scored=False, salt="a", asks={"kv_protect_prompt": BLOCK})
-        (answer,) = engine.serve([fewer]).values()
+        protecting_less = Job(prompt=[*history, 5], new=2, scored=False, salt="a", asks={"kv_protect_prompt": BLOCK})
+        (answer,) = engine.serve([protecting_less]).values()
         assert answer.num_cached_tokens <= BLOCK
     other_text = [*history[:-2], (history[-2] + 1) % 256, 5, 6]
     (answer,) = engine.serve([Job(prompt=other_text, new=2, scored=False, salt="a")]).values()
