@@ -23,7 +23,7 @@ from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
 from kvpop_vllm.flags import FLAGS
-from kvpop_vllm.hub import FILES, MODEL, PICKLES, local_folder
+from kvpop_vllm.hub import FILES, PICKLES, config_folder, local_folder, model_folder
 from kvpop_vllm.supported import DTYPES
 
 DOCTOR = "print versions, whether vLLM loads the plugin, kernels, and what `vllm serve` with the same MODEL and options would keep"
@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def download_models(options: argparse.Namespace) -> None:
-    """Replace names of models on the hub by folders. Commands that read configs alone download no weights."""
-    files = ("*.json",) if options.run in (plan, init_scorer) else MODEL
-    # of kvpop distill, --teacher is a folder of logits
-    names = "model", "base", *(["teacher"] if hasattr(options, "task") else [])
-    for name in names:
-        value = getattr(options, name, None)
-        # a path stays as it was given, since runs are continued by it
-        if value is not None and not os.path.exists(value):
-            setattr(options, name, str(local_folder(value, files=files)))
-
-
 def fetch_demo_model(options: argparse.Namespace) -> None:
     """Run ``kvpop fetch-demo-model``."""
     from kvpop_vllm.demo_model import fetch_demo_model
@@ -65,7 +53,9 @@ def init_scorer(options: argparse.Namespace) -> None:
     from kvpop_vllm.scorers.untrained import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
-    init_scorer(options.model, options.directory, **{name: v for name, v in chosen.items() if v is not None})
+    init_scorer(
+        config_folder(options.model), options.directory, **{name: v for name, v in chosen.items() if v is not None}
+    )
     print(f"wrote an untrained {options.scorer} scorer to {options.directory}")
 
 
@@ -83,7 +73,7 @@ def import_published(options: argparse.Namespace) -> None:
             raise ConfigError(f"a cartridge has no use for --{unused[0]}: leave it out")
         if options.model is None:
             raise ConfigError(f"{pickle} is a cartridge, which names no model: give its base model with --model")
-        config = import_cartridge(pickle, options.directory, options.model)
+        config = import_cartridge(pickle, options.directory, model_folder(options.model))
         print(f"wrote a cartridge of {config.slots} slots to {options.directory}")
         return
     if options.model is not None:
@@ -110,7 +100,7 @@ def export(options: argparse.Namespace) -> None:
     """Run ``kvpop export``."""
     from kvpop_vllm.scorers.export import export_checkpoint
 
-    export_checkpoint(options.base, options.adapter, options.directory)
+    export_checkpoint(model_folder(options.base), options.adapter, options.directory)
     print(f"wrote a full checkpoint to {options.directory}")
 
 
@@ -136,13 +126,14 @@ def plan(options: argparse.Namespace) -> None:
     # an option that is not at its default was given
     if unused := [name for name, default in names.items() if getattr(options, name) != default]:
         raise ConfigError(f"--{unused[0].replace('_', '-')} is about {use}: leave it out, or {remedy}")
+    if options.kv_memory is None and not options.train:
+        raise ConfigError("kvpop plan needs --kv-memory, or --train for the memory of training")
+    options.model = config_folder(options.model)
     if options.train:
         from kvpop_vllm.distill.training_plan import plan_training
 
         plan_training(options)
         return
-    if options.kv_memory is None:
-        raise ConfigError("kvpop plan needs --kv-memory, or --train for the memory of training")
     from kvpop_vllm.plan import plan
 
     plan(options)
@@ -373,7 +364,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             import torch
 
             torch.set_num_threads(options.threads)
-        download_models(options)
         options.run(options)
         # here, so that a pipe that has closed is an error inside of this try
         if sys.stdout is not None:

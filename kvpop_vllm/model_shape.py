@@ -242,7 +242,10 @@ def check_base(base: str, source: str | Path) -> None:
 
 def read_model_config(folder: str | Path) -> Any:
     """Return the resolved config of a model folder (:func:`resolve`)."""
-    path, advice = Path(folder) / "config.json", "give the folder of a Hugging Face model, or its name on the hub"
+    path, advice = (
+        Path(folder) / "config.json",
+        "give the folder of a Hugging Face model, or OWNER/NAME[@REVISION] of one on the hub",
+    )
     if not path.is_file():
         raise ConfigError(f"{folder} has no config.json: {advice}")
     return resolve(read_json(path, advice), path)

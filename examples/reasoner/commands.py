@@ -330,7 +330,10 @@ class Comparison:
         equal = [*words, "--allocator", "uniform", "--share", *contenders.all_compressions()]
         if words[-1] == "--policies":
             equal = words
-        is_solved = solved.exists() if variant["shares"] else self._has(solved, equal, self.rows)
+        if variant["shares"]:
+            is_solved = all(self._shared(name, use).exists() for use in contenders.uses_of(name))
+        else:
+            is_solved = self._has(solved, equal, self.rows)
         if not is_solved and not self._is_trained(name, steps):
             yield ["kvpop", "distill", *common, *self._training_words(name, steps), "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]

@@ -44,16 +44,18 @@ class Use(NamedTuple):
     compressions: tuple[int, ...]
 
 
-OF_SCORERS = (
+OF_SCORERS = Use(8, None, (2, 4, 6, 8)), Use(12, None, (12, 16))
+"""Uses of shares of trained scorers, which lose next to nothing at 4 times less with half as many slots."""
+OF_STATES = (
     Use(8, "k", (2, 4, 6, 8)),
     Use(8, "bytes", (2, 4)),
     Use(12, "k", (12, 16)),
     Use(12, "bytes", (6, 8)),
 )
-"""Uses of shares of trained scorers.
+"""Uses of shares of scorers with a state.
 
-They lose next to nothing at 4 times less with half as many slots. At equal bytes the page of a state and the pages of
-unequal heads leave 6 and 8 times less about as many slots as 11 times less has.
+At equal bytes the page of a state and the pages of unequal heads leave 6 and 8 times less about as many slots as 11 times
+less has. They leave none at 12 and 16 times.
 """
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
@@ -90,8 +92,9 @@ def takes_shares(name: str) -> bool:
 
 
 def is_scorer(name: str) -> bool:
-    """Return whether a trained policy is a scorer. Gates have a recipe, and bases alone a phase."""
-    return not {"--recipe", "--phase"} & {*training_options(name)}
+    """Return whether a policy is a trained scorer. Gates have a recipe, and bases alone a phase."""
+    trained = VARIANT.fullmatch(name)["policy"] in TRAINED
+    return trained and not {"--recipe", "--phase"} & {*training_options(name)}
 
 
 def trains_base(name: str) -> bool:
@@ -107,8 +110,8 @@ def training_options(name: str) -> list[str]:
 
 def uses_of(name: str) -> tuple[Use, ...]:
     """Return where a policy's shares are used."""
-    if VARIANT.fullmatch(name)["policy"] in TRAINED and is_scorer(name):
-        return OF_SCORERS
+    if is_scorer(name):
+        return OF_SCORERS if "--scorer" in training_options(name) else OF_STATES
     return tuple(Use(measured, None, CALIBRATED[measured]) for measured in WIDE.get(name, CALIBRATED))
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpop_vllm.argument_types import add_setting, positive
+from kvpop_vllm.argument_types import add_setting, non_negative, positive
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import model_folder
 from kvpop_vllm.supported import DTYPES
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def add_calibrate(commands) -> None:
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default float32)")
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.add_argument(
-        "--dry-run", action="store_true", help="say how long it takes and how much memory, and write nothing"
+        "--dry-run", action="store_true", help="say how long it takes at most and how much memory, and write nothing"
     )
     command.set_defaults(run=run_calibrate)
 
@@ -93,6 +94,12 @@ def _add_rows(command) -> None:
         help="rows to measure on, and as many to judge by (default 10, at least 8)",
     )
     command.add_argument(
+        "--rounds",
+        type=non_negative,
+        metavar="N",
+        help="most rounds in which the shares of --policy or --scorer are improved (default 8); 0 is quickest",
+    )
+    command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"
     )
 
@@ -108,12 +115,13 @@ def options_of(options) -> Options:
         raise ConfigError("kvpop calibrate needs a folder to write: give --out DIR")
     names = "length", "rows", "dtype", "scorer", "policy"
     chosen = {name: getattr(options, name) for name in names if getattr(options, name)}
+    chosen |= {} if options.rounds is None else {"rounds": options.rounds}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
     # descending, since the middle one is recommended
     chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
     chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     out = options.out or f"{options.scorer}/calibration"
-    return Options(options.model, out, tuple(options.data), **chosen)
+    return Options(model_folder(options.model), out, tuple(options.data), **chosen)
 
 
 def run_calibrate(options) -> None:

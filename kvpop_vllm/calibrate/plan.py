@@ -33,7 +33,9 @@ BUDGETS = 2, 4, 8
 FACTORS = 2.0, 2.0**0.5, 2.0**0.25, 2.0**0.125
 """Changes of slots in a round of improvement, tried one after the other."""
 ROUNDS = 8
-"""Most rounds in which a table of shares is improved, by large steps and by smaller ones, under a policy other than :data:`PROBE`."""
+"""Default of the most rounds in which a table of shares is improved, by large steps and by smaller ones, under a policy other than :data:`PROBE`."""
+GROUPS = 16
+"""Groups of layers and heads that a round changes one after the other. In models with more of them several change together."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
 """Windows that are tried for a policy, as fractions of ``B - s``."""
 SEARCHED = 3
@@ -65,6 +67,7 @@ class Options:
         budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
+        rounds: most rounds in which a table of shares is improved.
         protect: True to protect the prompts of documents.
         dtype: dtype of the model.
         ranks: tensor-parallel ranks that will serve the model.
@@ -81,6 +84,7 @@ class Options:
     budgets: tuple[int, ...] = ()
     length: int = LENGTH
     rows: int = 10
+    rounds: int = ROUNDS
     protect: bool = False
     dtype: str = "float32"
     ranks: int = 1
@@ -281,12 +285,18 @@ class Plan:
     @property
     def passes(self) -> float:
         """Work of passes under policies, in dense passes of a row."""
+        return SERVED * sum(map(self.passes_of, self.specs))
+
+    def passes_of(self, name: str) -> int:
+        """Return the number of passes of a row under a policy, at most."""
         count = len(self.budgets)
-        tables = 1 + (min(SHORTLIST, 2 * count) if self.decides == PROBE else 2 * count)
-        windows = len(WINDOWS) * sum(name != PROBE and spec.scorer is None for name, spec in self.specs.items())
-        judged = 2 * len(self.text.held_out) * count * len(self.specs)
-        rounds = (SHORTLIST + 1) * ROUNDS * self.round_cost
-        return SERVED * (self.searched * (tables * count + windows + rounds) + judged)
+        passes = 2 * len(self.text.held_out) * count
+        if name == self.decides:
+            tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else 2 * count)
+            passes += self.searched * (tables * count + (SHORTLIST + 1) * self.options.rounds * self.round_cost)
+        if name != PROBE and self.specs[name].scorer is None:
+            passes += self.searched * len(WINDOWS)
+        return passes
 
     @property
     def round_cost(self) -> int:
@@ -295,7 +305,7 @@ class Plan:
             return 0
         ranks = len({shard.heads for shard in self.shards})
         units = self.shape.num_layers * ranks + self.split * (self.shape.num_kv_heads - ranks)
-        return 2 * units + 3 * len(self.budgets)
+        return 2 * min(units, GROUPS) + 3 * len(self.budgets)
 
 
 def _sample(file: Path) -> str:

@@ -129,11 +129,13 @@ def dry_run(options: Options) -> None:
     dense = time.monotonic()
     layer_losses(row, layer, stages.dry_attention(), plan.sizes)
     replay_time = (time.monotonic() - dense) / plan.layer_cost(layer, count)
-    seconds = plan.replays * replay_time + plan.passes * (dense - began)
+    seconds = plan.replays * replay_time
+    for name in plan.specs:
+        seconds += plan.passes_of(name) * (dense - began) * stages.pass_cost(name)
     weights = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     size, shape = weights + memory(plan), plan.shape
     print(
-        f"about {max(1, round(seconds / 60))} minutes and {size / 2**30:.1f} GiB of memory for {shape.model_layers} layers and rows"
+        f"at most about {max(1, round(seconds / 60))} minutes and {size / 2**30:.1f} GiB of memory for {shape.model_layers} layers and rows"
         f" of {plan.length} tokens"
     )
 

@@ -1,6 +1,7 @@
 """Stages of a calibration: losses of layers, a table of shares, windows of policies, a verdict by other rows."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
 from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
 from kvpop_vllm.calibrate.passes import EQUAL, SEARCH, Choice, Passes
-from kvpop_vllm.calibrate.plan import FACTORS, PROBE, ROUNDS, SERVED, SHORTLIST, WINDOWS, Plan
+from kvpop_vllm.calibrate.plan import FACTORS, GROUPS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
@@ -92,6 +93,13 @@ class Stages:
     def dry_attention(self) -> Kept:
         """Return :meth:`attention` of the first row for a dry run, in which policies have no statistics yet."""
         return Windowed(0) if policies.get(self.plan.decides).calibrated else self.attention(0)
+
+    def pass_cost(self, name: str) -> float:
+        """Return the time of a pass of a row under a policy over that of a dense pass, for a dry run."""
+        if policies.get(name).calibrated:
+            return SERVED
+        choice = Choice(name, self.plan.budget, None, EQUAL)
+        return self.passes.prefill(*self.plan.text.measured[0], choice)
 
     def curves(self) -> list[Curve]:
         """Return what each layer loses with few slots, or each head of the layers that lose most."""
@@ -179,17 +187,23 @@ class Stages:
             scores: scores of tables, by name.
             curves: layers and heads that differ.
         """
-        curves = [curve for shard in self.plan.shards for curve in curves_of(curves, shard)]
+        groups = self._groups(curves)
         starts = sorted(scores, key=scores.get)[:SHORTLIST]
         ends = [
-            self._rounds(f"{self.plan.unit}-{number}", FACTORS[:1], start, scores[start], curves)
+            self._rounds(f"{self.plan.unit}-{number}", FACTORS[:1], start, scores[start], groups)
             for number, start in enumerate(starts)
         ]
         best, score = min(ends, key=lambda end: end[1])
-        return self._rounds(self.plan.unit, FACTORS[1:], best, score, curves)[0]
+        return self._rounds(self.plan.unit, FACTORS[1:], best, score, groups)[0]
+
+    def _groups(self, curves: list[Curve]) -> list[list[Curve]]:
+        """Return the layers and heads of each rank in groups that follow each other, about :data:`GROUPS` in all."""
+        by_rank = [curves_of(curves, shard) for shard in self.plan.shards]
+        size = math.ceil(sum(map(len, by_rank)) / GROUPS)
+        return [units[first : first + size] for units in by_rank for first in range(0, len(units), size)]
 
     def _rounds(
-        self, name: str, factors: Sequence[float], best: str, score: float, curves: list[Curve]
+        self, name: str, factors: Sequence[float], best: str, score: float, groups: list[list[Curve]]
     ) -> tuple[str, float]:
         """Return the name and the score of the best table found from one on, by steps of some sizes in turn.
 
@@ -198,49 +212,47 @@ class Stages:
             factors: sizes of the steps, above 1.
             best: name of a table.
             score: its score.
-            curves: layers and heads that differ.
+            groups: layers and heads that change together.
         """
         # one iterator for all factors, which share the number of rounds
-        rounds = iter(range(ROUNDS))
+        rounds = iter(range(self.plan.options.rounds))
         for factor in factors:
             for number in rounds:
-                changed, lower = self._round(f"{name}-round-{number}", factor, best, curves)
+                changed, lower = self._round(f"{name}-round-{number}", factor, best, groups)
                 if lower >= score:
                     break
                 best, score = changed, lower
         return best, score
 
-    def _round(self, name: str, factor: float, best: str, curves: list[Curve]) -> tuple[str, float]:
+    def _round(self, name: str, factor: float, best: str, groups: list[list[Curve]]) -> tuple[str, float]:
         """Return the name and the score of the best table found by small changes of another one.
 
-        Every layer (or its heads in a rank, or head) gets ``factor`` times fewer and more slots, at the cost of all
-        others in its rank. Tried are the best change alone, all changes that lose less at once, and these half way.
+        Every group gets ``factor`` times fewer and more slots, at the cost of all others in its rank. Tried are the best
+        change alone, all changes that lose less at once, and these half way.
 
         Args:
             name: name of the new table.
             factor: size of the changes, above 1.
             best: name of the table to change.
-            curves: layers and heads that differ.
+            groups: layers and heads that change together.
         """
         tables, choices = self.passes.tables, []
         shares = tables[best]
-        for layer, heads, *_ in curves:
-            share = float(shares[layer, heads[0]])
-            sizes = {best: share}
+        for group in groups:
+            before = [(curve.layer, curve.heads, float(shares[curve.layer, curve.heads[0]])) for curve in group]
+            label = f"{name}-{group[0].layer}-{group[0].heads[0]}" + (f"-of-{len(group)}" if len(group) > 1 else "")
             # the addend lets a head without slots get some
-            for word, size in (("fewer", share / factor), ("more", factor * share + (factor - 1) / 8)):
-                changed = f"{name}-{layer}-{heads[0]}-{word}"
-                sizes[changed] = size
-                tables[changed] = self._exchanged(shares, [(layer, heads, size)])
-            choices.append(sizes)
+            shrunk = [(layer, heads, share / factor) for layer, heads, share in before]
+            grown = [(layer, heads, factor * share + (factor - 1) / 8) for layer, heads, share in before]
+            changes = {best: before, f"{label}-fewer": shrunk, f"{label}-more": grown}
+            tables |= {table: self._exchanged(shares, change) for table, change in changes.items() if table != best}
+            choices.append(changes)
         names = list(dict.fromkeys(itertools.chain.from_iterable(choices)))
         at_budget = self._kl([self._choice(self.plan.budget, changed) for changed in names])
         losses = dict(zip(names, at_budget, strict=True))
-        better = [min(sizes, key=losses.get) for sizes in choices]
-        units = zip(curves, choices, better, strict=True)
-        tables[name] = self._exchanged(
-            shares, [(layer, heads, sizes[table]) for (layer, heads, *_), sizes, table in units]
-        )
+        better = [min(changes, key=losses.get) for changes in choices]
+        together = [change for changes, table in zip(choices, better, strict=True) for change in changes[table]]
+        tables[name] = self._exchanged(shares, together)
         # changes that each help alone may help less together
         tables[f"{name}-damped"] = between(tables[name], shares)
         scores = self._measured([name, f"{name}-damped", min(better, key=losses.get)])

@@ -45,6 +45,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.files import whole_lines
+from kvpop_vllm.hub import name_of
 from kvpop_vllm.model_shape import positions_of, read_model_config
 from kvpop_vllm.progress import progress
 from kvpop_vllm.rope import rope_at, turned
@@ -117,7 +118,7 @@ def train_cartridge(
     arguments |= {name: getattr(options, name) for name in ("dtype", "seed", "place", "system")}
     corpus = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "tokens": len(tokens)}
     run = Path(out) / "run"
-    settings = {"model": str(Path(model).resolve())} | arguments
+    settings = {"model": name_of(Path(model).resolve())} | arguments
     settings |= {"corpus": corpus, "start": _digest(start, first), "head": place.head}
     # before the model is loaded, so that another --out is refused at once
     check_same_run(Path(out), settings)

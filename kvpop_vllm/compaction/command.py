@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from kvpop_vllm.argument_types import non_negative, positive
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hub import model_folder
 
 FITTED = ("queries", "keys", "reference", "answers", "on_policy")
 """Options of ``--method attention-matching`` alone."""
@@ -134,6 +135,7 @@ def run_compact(options: argparse.Namespace, engine: Callable, default: Callable
     check_method(options, default)
     if options.kv_allocator is not None:
         raise ConfigError(f"--kv-allocator takes no file: give --kv-calibration {options.kv_allocator} instead")
+    options.model = model_folder(options.model)
     if options.method == "cartridge":
         run_training(options, engine)
         return
@@ -197,4 +199,6 @@ def run_train_compactor(options: argparse.Namespace) -> None:
 
     names = ("slots", "window", "steps", "batch", "lr", "kl", "ce", "dtype", "seed")
     values = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
-    train_compactor(options.model, options.data, options.out, StillOptions(**values), save_every=options.save_every)
+    train_compactor(
+        model_folder(options.model), options.data, options.out, StillOptions(**values), save_every=options.save_every
+    )

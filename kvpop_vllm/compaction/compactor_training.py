@@ -26,6 +26,7 @@ from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.training_loop import CosineLoop, check_same_run, write_next_to_run
 from kvpop_vllm.files import remove
+from kvpop_vllm.hub import name_of
 from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 
 OWN = 4
@@ -182,7 +183,7 @@ def train_compactor(
     rows = PackedTokens(data, load_tokenizer(model), options.window + options.tokens_after, **settings)
     provenance = {"kvpop": __version__, "data": rows.fingerprint, "arguments": asdict(options)}
     config = CompactorConfig(**base, slots=slots, width=WIDTH, provenance=provenance)
-    run_settings = {"model": str(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
+    run_settings = {"model": name_of(Path(model).resolve())} | asdict(options) | {"data": rows.fingerprint}
     new = not Path(out).exists()
     check_same_run(Path(out), run_settings)
     try:

@@ -12,6 +12,7 @@ from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.recipe import FORMER_NAMES, Recipe
 from kvpop_vllm.distill.recipes import RECIPES
+from kvpop_vllm.hub import model_folder
 
 TRAINING = "save_every", "validate_every", "validation_rows", "tracker"
 """Options of a training run that its recipe does not have."""
@@ -155,6 +156,7 @@ def distill(options) -> None:
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
+    options.model = model_folder(options.model)
     from kvpop_vllm.distill.run import Reading, train, write_teacher
 
     reading = Reading(bool(options.stream), options.processes or 1)

@@ -19,6 +19,7 @@ from kvpop_vllm.distill.sharding import Process, empty_model, policy_of, read_we
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.training_loop import Loop, check_settings, cosine, only_run_in, read_settings
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.hub import name_of
 from kvpop_vllm.kernels.transfers import to_device
 from kvpop_vllm.model_hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.model_shape import BORROWED, borrows_channel, folder_sizes
@@ -114,11 +115,13 @@ class Trainer(Loop):
                 raise ConfigError(
                     f"{self.out} holds {name} of something else, which would be overwritten: choose another --out"
                 )
-        settings = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
+        settings = json.loads(
+            json.dumps({"model": name_of(model)} | self.recipe.to_json() | {"data": self.rows.fingerprint})
+        )
         if path.exists() and started:
             # options that are newer than a run have their default there
             read = {FORMER_NAMES.get(name, name): value for name, value in read_settings(path).items()}
-            settings_before = self.recipe.defaults() | read
+            settings_before = self.recipe.defaults() | read | {"model": name_of(read["model"])}
             if "data" not in settings_before:
                 raise ConfigError(
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"

@@ -16,7 +16,7 @@ from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
 from kvpop_vllm.hf import KVpopCache, load_checkpoint
-from kvpop_vllm.hub import local_folder
+from kvpop_vllm.hub import MODEL, local_folder
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.model_shape import vocabulary_of
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -30,7 +30,7 @@ PIECE = 512
 
 def check_checkpoint(options: argparse.Namespace) -> None:
     """Run ``kvpop check-checkpoint``: print a table of nats per token, with differences to the first reading."""
-    folder = local_folder(options.directory)
+    folder = local_folder(options.directory, files=MODEL)
     with TemporaryDirectory() as scratch:
         # scorers and rows first, because loading the model takes longest
         scorers, budget, sinks = _scorers(folder, options, Path(scratch))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from kvpop_vllm.argument_types import add_setting, positive, share, temperature
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation import examples, problems
+from kvpop_vllm.hub import model_folder
 from kvpop_vllm.supported import DTYPES
 
 TASKS = "text", "retrieval", "replay", "reasoning", "corpus"
@@ -207,6 +208,8 @@ def _add_settings(command) -> None:
 def run_eval(options, engine: Callable[[], type]) -> None:
     """Run `kvpop eval`."""
     _check_options(options)
+    options.model = model_folder(options.model)
+    options.teacher = options.teacher and model_folder(options.teacher)
     if options.backend == "vllm":  # stdout holds the table alone
         # before vLLM is imported, which reads it then
         os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")

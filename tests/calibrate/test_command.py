@@ -72,7 +72,9 @@ def test_measurements_from_the_start_replace_what_is_there(calibrated):
 def test_a_dry_run_writes_nothing(kvpop):
     status, output, _ = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run")
     assert status == 0 and not Path("dry").exists()
-    assert output.startswith("about 1 minutes and ") and output.endswith("for 2 layers and rows of 128 tokens\n")
+    assert output.startswith("at most about 1 minutes and ") and output.endswith(
+        "for 2 layers and rows of 128 tokens\n"
+    )
     statistics = "--policy", "triattention", "--length", "300", "--budget", "140"
     status, _, errors = kvpop("calibrate", "qwen3", "--out", "dry", *WORDS, "--dry-run", *statistics)
     assert status == 0 and not Path("dry").exists(), errors

@@ -10,7 +10,7 @@ import torch
 from kvpop_vllm.cache.ranks import Shard
 from kvpop_vllm.calibrate.division import Curve
 from kvpop_vllm.calibrate.passes import Choice
-from kvpop_vllm.calibrate.plan import FACTORS, ROUNDS
+from kvpop_vllm.calibrate.plan import FACTORS, GROUPS, ROUNDS
 from kvpop_vllm.calibrate.stages import Stages
 from kvpop_vllm.roles import Retention
 
@@ -31,7 +31,8 @@ class KnownLosses(Stages):
     def __init__(self, loss, start: list[float], **further: list[float]):
         shape = SimpleNamespace(num_layers=LAYERS, num_kv_heads=1)
         budgets = {"budget": BUDGET, "budgets": [BUDGET], "shards": [Shard((0, LAYERS), (0, 1))]}
-        plan = SimpleNamespace(unit="layer", decides="tova", shape=shape, **budgets)
+        options = SimpleNamespace(rounds=ROUNDS)
+        plan = SimpleNamespace(unit="layer", decides="tova", shape=shape, options=options, **budgets)
         starts = {"start": start} | further
         tables = {name: torch.tensor(shares, dtype=torch.float64).unsqueeze(1) for name, shares in starts.items()}
         passes = SimpleNamespace(tables=tables)
@@ -109,8 +110,30 @@ def first_needs(slots: int):
 def test_changes_are_made_alone_or_together_or_half(needed, name):
     """The first layer gets 155 slots by a change of its own, and 204 with those of the other layers."""
     stages = KnownLosses(first_needs(needed), [1.0, 1.0, 1.0])
-    changed, _ = stages._round("changed", FACTORS[0], "start", CURVES)
+    changed, _ = stages._round("changed", FACTORS[0], "start", [[curve] for curve in CURVES])
     assert changed == f"changed{name}" and stages.measured[changed] == min(stages.measured.values())
+
+
+def test_many_heads_change_in_groups(monkeypatch):
+    """A round of 4,096 heads in two ranks measures no more changes than one of 16, each of neighbours in a rank."""
+    layers, heads = 64, 64
+    stages = KnownLosses(unlike, [1.0, 1.0, 1.0])
+    stages.plan.shards = [Shard((0, layers), (0, heads // 2)), Shard((0, layers), (heads // 2, heads))]
+    curves = [Curve(layer, (head,), (0.0, 1.0), (1.0, 0.0)) for layer in range(layers) for head in range(heads)]
+    groups = stages._groups(curves)
+    assert len(groups) == GROUPS and {len(group) for group in groups} == {layers * heads // GROUPS}
+    assert all(len({curve.heads[0] < heads // 2 for curve in group}) == 1 for group in groups)
+    assert sorted((curve.layer, curve.heads) for group in groups for curve in group) == [
+        (c.layer, c.heads) for c in curves
+    ]
+    stages.passes.tables["start"] = torch.ones(layers, heads, dtype=torch.float64)
+    measured = []
+    monkeypatch.setattr(stages, "_kl", lambda choices: [measured.append(choice.shares) or 1.0 for choice in choices])
+    stages._round("changed", 2.0, "start", groups)
+    fewer = stages.passes.tables["changed-0-0-of-256-fewer"]
+    assert len(measured) == 2 * GROUPS + 1 + 3
+    assert float(fewer[0, 0] * 2) == pytest.approx(float(fewer[63, 0])) and float(fewer[0, 63]) == 1.0
+    assert float(fewer.mean()) == pytest.approx(1.0)
 
 
 def test_small_steps_find_what_large_ones_do_not():
@@ -149,3 +172,9 @@ def test_rounds_are_bounded(monkeypatch):
     monkeypatch.setattr(stages, "_kl", lambda choices: [next(losses) for _ in choices])
     assert stages.improved().startswith(f"layer-round-{ROUNDS - 1}")
     assert {f"layer-round-{ROUNDS}", f"layer-0-round-{ROUNDS}"}.isdisjoint(stages.passes.tables)
+
+
+def test_no_rounds_take_the_best_of_the_first_tables():
+    stages = KnownLosses(unlike, [1.0, 1.0, 1.0], better=[0.5, 0.5, 2.0])
+    stages.plan.options.rounds = 0
+    assert stages.improved() == "better" and len(stages.measured) == 2

@@ -62,7 +62,8 @@ def small(monkeypatch):
     monkeypatch.setattr(contenders, "WINDOWS", {8: (2,)})
     monkeypatch.setattr(contenders, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(contenders, "CALIBRATED", {2: (2,)})
-    monkeypatch.setattr(contenders, "OF_SCORERS", (contenders.Use(2, None, (2,)),))
+    for uses in ("OF_SCORERS", "OF_STATES"):
+        monkeypatch.setattr(contenders, uses, (contenders.Use(2, None, (2,)),))
     monkeypatch.setattr(contenders, "CALIBRATION_ROWS", 8)
     monkeypatch.setattr(commands, "_run", run_here)
     monkeypatch.setattr(contenders, "COMMON", contenders.COMMON.replace("1600", "300"))
@@ -281,6 +282,14 @@ def test_the_base_of_what_is_trained_with_shares_answers_once(tmp_path, monkeypa
         shares = [command[command.index("--share") + 1 : command.index("--equal")] for command in solved]
         assert shares == [["2", "4", "6", "8"], ["2", "4"], ["12", "16"], ["6", "8"]]
         assert ["--no-dense" not in command for command in solved] == base_answers
+
+
+@pytest.mark.parametrize("name, has_state", [("kvpop-shares-12", True), ("kvpop-mlp-shares-12", False), ("h2o", False)])
+def test_shares_at_equal_bytes_are_those_that_leave_about_as_many_slots(name, has_state):
+    """A state takes a page, so that 6 times less at equal bytes is about 11 times less."""
+    at_bytes = {c: use.measured for use in contenders.uses_of(name) if use.equal != "k" for c in use.compressions}
+    assert (at_bytes[6], at_bytes[8]) == ((12, 12) if has_state else (8, 8))
+    assert (12 in at_bytes) == (16 in at_bytes) == (not has_state)
 
 
 def test_what_is_trained_with_shares_is_solved_with_equal_ones_where_these_are_best(tmp_path):

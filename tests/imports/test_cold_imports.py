@@ -153,13 +153,13 @@ ARROWS = {
     "attention": "rules kernels cache requests",
     "testing": "",
     "bench": "config files",
-    "distill": "calibration policies model_hook scorers model_shape kernels config files roles argument_types",
+    "distill": "calibration hub policies model_hook scorers model_shape kernels config files roles argument_types",
     "calibration": "rope schemas tensor_files config files",
     "compaction": "calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
     "evaluation": "progress calibration hub hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "",
     "hf": "attention local_attention hub compaction policies model_hook scorers model_shape rules cache kernels requests schemas tensor_files files config model_types",
-    "calibrate": "local_attention progress calibration cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
+    "calibrate": "local_attention progress calibration hub cache evaluation distill policies model_hook scorers rope model_shape config files roles argument_types",
     "plan": "calibration policies cache scorers model_shape config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""

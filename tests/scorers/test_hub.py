@@ -1,14 +1,17 @@
 """Names of the hub where a folder is taken, over a laid-out cache and over a server on this machine."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from scorers.hub_server import commit_of, lay_out, serving
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.hub import local_folder
+from kvpop_vllm.hub import config_folder, local_folder, model_folder, name_of
 from kvpop_vllm.scorers.checkpoint import read_config
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
@@ -103,6 +106,14 @@ def test_commands_take_names_of_models(base, tmp_path, monkeypatch, run_kvpop):
     assert read_config(tmp_path / "scorer").num_layers == 2
     assert run_kvpop("export", "owner/model", str(tmp_path / "scorer"), str(tmp_path / "full"))[0] == 0
     for words in (
+        f"import {tmp_path / 'scorer'} {tmp_path / 'imported'} --model owner/absent",
+        "distill texts --model owner/absent --out y",
+        "distill shares --model owner/absent --out y",
+        "eval --model owner/absent",
+    ):
+        status, _, errors = run_kvpop(*words.split())
+        assert status == 2 and "is no folder here" not in errors, (words, errors)
+    for words in (
         "plan --kv-memory 1GiB --model owner/absent",
         "eval --data x --model owner/absent",
         f"eval --data x --model {base} --teacher owner/absent",
@@ -141,3 +152,56 @@ def test_every_reader_of_folders_takes_names(reader, tmp_path, monkeypatch):
     lay_out(tmp_path, "owner/present", {"main": empty})
     with pytest.raises(ConfigError, match="models--owner--present"):
         read("owner/present")
+
+
+def test_a_model_is_fetched_once_and_only_with_weights_it_can_load(base, tmp_path, monkeypatch):
+    """Copies of weights stay on the hub, and a model that has no other weights than pickles is refused."""
+    from huggingface_hub import constants
+
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    for copy in ("consolidated.safetensors", "original/model.safetensors", "onnx/model.safetensors"):
+        (folder / copy).parent.mkdir(exist_ok=True)
+        (folder / copy).write_bytes(b"copy")
+    pickles = tmp_path / "pickles"
+    shutil.copytree(base, pickles, ignore=shutil.ignore_patterns("*.safetensors"))
+    (pickles / "pytorch_model.bin").write_bytes(b"weights")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    with serving({"owner/model": {"main": folder}, "owner/pickles": {"main": pickles}}) as (address, requested):
+        monkeypatch.setattr(constants, "ENDPOINT", address)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", address + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        assert {path.name for path in Path(config_folder("owner/model")).iterdir()} >= {"config.json"}
+        assert not any(".safetensors" in path for path in requested), "a command that reads configs fetches weights"
+        fetched = {
+            path.relative_to(folder_of).as_posix()
+            for folder_of in [Path(model_folder("owner/model"))]
+            for path in folder_of.rglob("*")
+        }
+        assert "model.safetensors" in fetched and not any("/" in name or "consolidated" in name for name in fetched)
+        with pytest.raises(ConfigError, match="owner/pickles has no weights in the format of safetensors"):
+            model_folder("owner/pickles")
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    def full(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    with pytest.raises(ConfigError, match="cannot be kept in the hub's cache .*No space.*: make room, or set HF_HOME"):
+        local_folder("owner/name")
+
+
+def test_a_name_that_the_hub_cannot_have_is_a_path():
+    assert str(local_folder("runs/my--model")) == "runs/my--model"
+
+
+def test_runs_name_a_snapshot_by_its_commit(tmp_path):
+    """Caches in two places hold the same model."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    for home in ("/a/hub", "/b"):
+        assert name_of(f"{home}/models--Some-Owner--A--name/snapshots/{commit}") == f"Some-Owner/A--name@{commit}"
+    assert name_of("models/mine") == "models/mine" and name_of(tmp_path) == str(tmp_path)
