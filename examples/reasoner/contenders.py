@@ -58,7 +58,7 @@ At equal bytes the page of a state and the pages of unequal heads leave 6 and 8 
 less has. They leave none at 12 and 16 times.
 """
 
-COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 50"
+COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing --validate-every 100"
 BUDGETS = "--window 16 --topk 162 70 116 47 70"
 """Budgets of 1/6, 1/12 (twice), 1/8 and 1/16 of a worked solution, which problems take in turn."""
 FROZEN_BUDGETS = "--window 32 --topk 236 100 146 100 184 --target-power 2"
