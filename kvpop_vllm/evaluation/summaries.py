@@ -77,14 +77,16 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
 
     A problem counts with the mean of its samples and draws. ``of dense`` is exact answers over those of the dense
     model, ``difference`` exact answers less those of the reference. Records may be of several trainings of a policy,
-    named by ``training``. Intervals then draw trainings and problems.
+    named by ``training``. Intervals then draw trainings and problems. ``topk`` and ``MiB`` are means, since trainings with
+    other shares of heads may have other slots in as many bytes.
     """
-    table, keys = [], (*KEYS, "kind")
+    table, keys = [], (*(name for name in KEYS if name != "topk"), "kind")
     groups = {tuple(line[name] for name in keys): (line, members) for line, members in _lines(records, keys)}
     exact = {key: _by_problem(members, "exact") for key, (_, members) in groups.items()}
     for key, (line, members) in groups.items():
         problems, trainings = zip(*exact[key], strict=True)
         draws = {"units": problems, "trainings": trainings}
+        line["topk"] = line["budget"] and round(_mean([member["topk"] for member in members]))
         line |= {"problems": len(set(problems)), "samples": line.pop("rows") // len(problems)}
         if len(set(trainings)) > 1:
             line["trainings"] = len(set(trainings))
@@ -186,14 +188,14 @@ def _mean(values) -> float:
 def _lines(records: list[dict], keys: tuple[str, ...] = KEYS) -> Iterator[tuple[dict, list[dict]]]:
     """Yield the lines of a table by length, budget and equality, each with its records.
 
-    A line has ``rows``, their number, and ``MiB``, the allocated size of a request.
+    A line has ``rows``, their number, and ``MiB``, the mean allocated size of a request.
     """
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
     # the sort is stable: policies keep the order of their records
     for key, members in sorted(groups.items(), key=lambda group: _order(group[1][0])):
-        size = {"MiB": members[0]["allocated"] / 2**20, "rows": len(members)}
+        size = {"MiB": _mean([member["allocated"] for member in members]) / 2**20, "rows": len(members)}
         yield dict(zip(keys, key, strict=True)) | size, members
 
 

@@ -325,12 +325,14 @@ def test_records_with_other_shares_are_refused_before_anything_runs(tmp_path):
 
 
 def test_trainings_are_summarised_together_and_each(tmp_path):
+    """Also where their shares leave other slots in other bytes."""
     comparison = commands.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     base = {"length": 1200, "right": 1.0, "answered": True, "written": 9, "kind": "programs", "before_error": 1.0}
     dense = [base | {"policy": "dense", "allocated": 6, "unit": unit, "exact": True} for unit in range(8)]
     setting = {"policy": "scorer", "budget": 125, "equal": "k", "window": 8, "topk": 99, "allocated": 2}
     for stem, right in (("kvpop", 8), ("kvpop-seed-1", 4), ("shares-8-kvpop", 8), ("shares-8-kvpop-seed-1", 6)):
         about = {"run": {"options": {"share": [8], "teacher": "model"}}}
+        setting |= {"topk": 99, "allocated": 2} if "seed" in stem else {"topk": 95, "allocated": 1}
         lines = [about, *dense, *(base | setting | {"unit": unit, "exact": unit < right} for unit in range(8))]
         (comparison.records / f"{stem}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write_tables(tmp_path, "", "kvpop")
@@ -343,7 +345,11 @@ def test_trainings_are_summarised_together_and_each(tmp_path):
     assert [lines[name]["trainings"] for name in lines] == ["", "2", "2"] and lines["kvpop"]["problems"] == "8"
     text = (tmp_path / "summary.md").read_text()
     _, together, apart = text.split("Exact answers")[0], *text.split("Exact answers of each training")
-    assert "| kvpop | k |  | 3.00 |" in together and "| dense |  | 1.00 |" in together
+    assert (
+        "| kvpop | k |  | 4.00 |" in together
+        and {lines[name]["topk"] for name in lines} == {"", "97"}
+        and "| dense |  | 1.00 |" in together
+    )
     rows = [
         [cell.strip().split(" (")[0] for cell in line.split("|")[1:-1]] for line in apart.splitlines() if "seed" in line
     ]

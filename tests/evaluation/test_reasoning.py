@@ -101,7 +101,7 @@ def test_the_table_compares_policies_on_the_same_problems():
                 exact = draw.random() < share
                 record = dict.fromkeys(MEASURES, 0.5) | {"exact": exact, "kind": "programs", "unit": problem}
                 record |= {"length": 900, "policy": name, "sample": sample, "allocated": 2**20}
-                records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k"}))
+                records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k", "topk": 60}))
     dense, stream, rival = summarise_reasoning(records, "streaming-llm")
     means = {name: [0.0] * 40 for name in chance}
     for r in records:
@@ -141,7 +141,7 @@ def test_trainings_of_a_reference_are_paired_with_the_line():
                 "exact": draw.random() < chance,
             }
             record |= {"length": 900, "policy": name, "allocated": 2**20, "training": training}
-            records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k"}))
+            records.append(record | ({} if name == "dense" else {"budget": 99, "equal": "k", "topk": 60}))
     for against, policy in (("kvpop", "h2o"), ("h2o", "kvpop")):
         lines = {line["policy"]: line for line in summarise_reasoning(records, against)}
         assert lines[policy]["difference"] == pytest.approx(lines[policy]["exact"] - lines[against]["exact"])
