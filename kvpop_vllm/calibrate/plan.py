@@ -26,7 +26,7 @@ LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""
 SIZES = 64, 16, 8, 4, 2
 """Windows, or long-range slots, at which layers and heads are measured: the tokens after a prompt over these."""
-QUERIES, EVICTING_QUERIES = 32, 4
+QUERIES, EVICTING_QUERIES = 32, 16
 """The length over these is the number of queries that run again: with a window, and under a policy without prompts."""
 BUDGETS = 2, 4, 8
 """Default budgets of the report: the tokens after a prompt over these."""
