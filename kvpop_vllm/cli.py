@@ -230,7 +230,9 @@ def add_checkpoints(commands: Commands) -> None:
     command.add_argument("--data", required=True, metavar="TEXT", help="a text file")
     command.add_argument("--map", metavar="FILE", action="append", help="how to read it; repeat it to compare maps")
     add_setting(command, "budget", "tokens per KV head (default: the checkpoint's)")
-    command.add_argument("--length", type=positive, metavar="N", default=2048, help="tokens of a row (default 2048)")
+    command.add_argument(
+        "--length", type=positive, metavar="N", help="tokens of a row (default: twice the budget, at least 2048)"
+    )
     command.add_argument("--rows", type=positive, metavar="N", default=16, help="most rows (default 16)")
     command.add_argument("--dtype", choices=DTYPES["cpu"], help="of the model (default: its own)")
     command.add_argument("--seed", type=int, default=0, help="of the shuffled scorer and the interval (default 0)")

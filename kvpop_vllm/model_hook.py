@@ -330,8 +330,24 @@ class Dense:
         mask = {"is_causal": True}
         if past:
             mask = {"attn_mask": torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)}
-        grouped = q.shape[1] != k.shape[1]
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask)
+        return grouped_attention(q, k, v, scale, **mask)
+
+
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **mask) -> torch.Tensor:
+    """Return torch's attention ``[B, Hq, Q, D]`` of queries that share KV heads, without an array of all logits.
+
+    Args:
+        q: ``[B, Hq, Q, D]``.
+        k: ``[B, H, S, D]``.
+        v: ``[B, H, S, D]``.
+        scale: factor on q . k.
+        mask: ``attn_mask`` or ``is_causal`` of torch's function.
+    """
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.is_cuda and q.dtype is torch.float32:
+        # the one kernel for float32 on a GPU that forms no [S, S] takes no groups
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=group > 1, **mask)
 
 
 def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from kvpop_vllm.cache.divided_heads import divided_blocks
 from kvpop_vllm.cache.pages import PageLayout, cdiv
-from kvpop_vllm.cache.ranks import Shares
+from kvpop_vllm.cache.ranks import BlockCounts, Shares
 from kvpop_vllm.requests import Compression, RequestSlots
 from kvpop_vllm.roles import Retention
 
@@ -75,7 +75,7 @@ def request_blocks(
     length: int,
     slots: RequestSlots,
     sizes: tuple[int, int, int, int],
-    shares: Shares | None = None,
+    unequal: BlockCounts | None = None,
     compression: Compression | None = None,
 ) -> int:
     """Return the number of blocks of a request of ``length`` tokens, entries of a dropped prefix included.
@@ -84,7 +84,7 @@ def request_blocks(
         length: tokens of the request.
         slots: its slots.
         sizes: sinks, slots per block, state blocks, and KV heads of a layer.
-        shares: budgets of all heads, if they are unequal.
+        unequal: numbers of blocks of tails, if heads have unequal budgets.
         compression: way in which prompts are compressed at their end, or None.
     """
     sinks, size, state, heads = sizes
@@ -102,8 +102,8 @@ def request_blocks(
         tokens = length - after.shift - after.made_slots if tokens >= 0 else 0
     elif tokens <= 0:
         return prefix
-    if shares is not None:
-        return prefix + shares.blocks(state, size, tokens)
+    if unequal is not None:
+        return prefix + unequal.blocks(state, size, tokens)
     return prefix + state + cdiv(min(tokens, tail), size)
 
 
@@ -150,7 +150,7 @@ def request_bytes(
     counts = kept_tokens(heads, length, retention, shares, prefix)
     tokens_held = sum(tokens * many for tokens, many in counts.items())
     sizes = retention.sinks, layout.block_slots, layout.state_blocks, layout.num_kv_heads
-    blocks = request_blocks(length, slots, sizes, shares, compression)
+    blocks = request_blocks(length, slots, sizes, shares and shares.block_counts, compression)
     # dropped blocks stay as entries of the row, but null blocks stand for them
     if compression is not None:
         dropped = dropped_columns(slots, layout.block_slots, layout.state_blocks, compression)

@@ -57,26 +57,13 @@ class Shares:
         """Number of heads with each budget."""
         return Counter(budget for layer in self.budgets for budget in layer)
 
-    def blocks(self, state_blocks: int, block_slots: int, length: int) -> int:
-        """Return the number of blocks of a request of ``length`` tokens, which is the same for every layer.
-
-        Args:
-            state_blocks: state pages per head.
-            block_slots: N.
-            length: tokens of the request.
-        """
-        sizes = state_blocks, block_slots
-        if sizes not in self._blocks:
-            self._blocks[sizes] = self._blocks_by_pages(*sizes)
-        by_pages = self._blocks[sizes]
-        return by_pages[min(cdiv(length, block_slots), len(by_pages) - 1)]
-
     # a cached property writes to __dict__, which a frozen dataclass allows
     @cached_property
-    def _blocks(self) -> dict[tuple[int, int], list[int]]:
-        return {}
+    def block_counts(self) -> BlockCounts:
+        """Numbers of blocks of a request if there are no other ranks."""
+        return BlockCounts((self,))
 
-    def _blocks_by_pages(self, state_blocks: int, block_slots: int) -> list[int]:
+    def blocks_by_pages(self, state_blocks: int, block_slots: int) -> list[int]:
         """Return the number of blocks of a request by the number of pages that its tokens fill, up to the largest head's."""
         full: Counter[int] = Counter()
         # heads of as many pages are counted together, since a model has few sizes and many heads
@@ -86,6 +73,36 @@ class Shares:
         pages = (sum(many * min(filled, limit) for limit, many in full.items()) for filled in range(max(full) + 1))
         # a block has a region for every head of every layer, so only the sum is rounded up
         return [cdiv(state_blocks * heads + slots, heads) for slots in pages]
+
+
+class BlockCounts:
+    """Numbers of blocks of a request in the rank that needs most, which are the same for every layer.
+
+    Args:
+        ranks: budgets of the heads of each rank.
+    """
+
+    def __init__(self, ranks: tuple[Shares, ...]):
+        self._ranks, self._by_pages = ranks, {}
+
+    def blocks(self, state_blocks: int, block_slots: int, length: int) -> int:
+        """Return the number of blocks of a request of ``length`` tokens.
+
+        Args:
+            state_blocks: state pages per head.
+            block_slots: N.
+            length: tokens of the request.
+        """
+        sizes = state_blocks, block_slots
+        if sizes not in self._by_pages:
+            by_rank = [shares.blocks_by_pages(*sizes) for shares in self._ranks]
+            # a rank whose largest head is full needs no more
+            pages = range(max(map(len, by_rank)))
+            self._by_pages[sizes] = [
+                max(counts[min(filled, len(counts) - 1)] for counts in by_rank) for filled in pages
+            ]
+        by_pages = self._by_pages[sizes]
+        return by_pages[min(cdiv(length, block_slots), len(by_pages) - 1)]
 
 
 class Shard(NamedTuple):
@@ -176,12 +193,16 @@ class Division:
         """Return the budgets of the heads of each rank for a request with ``budget`` tokens and this window."""
         return self._divided(budget, window)[1]
 
+    def block_counts(self, budget: int, window: int) -> BlockCounts:
+        """Return the numbers of blocks of a request with ``budget`` tokens and this window."""
+        return self._divided(budget, window)[2]
+
     @cached_property
-    def _cached(self) -> dict[tuple[int, int], tuple[Shares, tuple[Shares, ...]]]:
+    def _cached(self) -> dict[tuple[int, int], tuple[Shares, tuple[Shares, ...], BlockCounts]]:
         return {}
 
-    def _divided(self, budget: int, window: int) -> tuple[Shares, tuple[Shares, ...]]:
-        """Return the budgets of all heads, and of the heads of each rank."""
+    def _divided(self, budget: int, window: int) -> tuple[Shares, tuple[Shares, ...], BlockCounts]:
+        """Return the budgets of all heads, those of the heads of each rank, and numbers of blocks."""
         size = budget, window
         if size not in self._cached:
             if len(self._cached) >= MOST_DIVIDED:
@@ -189,5 +210,6 @@ class Division:
             with torch.device("cpu"):  # a model may be in the making on the meta device
                 roles = Retention(budget, self.sinks, window)
                 shares = Shares(tuple(map(tuple, self.allocate(roles, self.layers, self.heads).tolist())))
-            self._cached[size] = shares, tuple(map(shares.of_shard, self.shards))
+            by_rank = tuple(map(shares.of_shard, self.shards))
+            self._cached[size] = shares, by_rank, BlockCounts(by_rank)
         return self._cached[size]

@@ -19,7 +19,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
 from kvpop_vllm.local_attention import local_attention
-from kvpop_vllm.model_hook import Dense, decoder_of
+from kvpop_vllm.model_hook import Dense, decoder_of, grouped_attention
 
 BATCH = 16
 """Most variants that run at once; their queries are at most as many as a row's, unless one variant has more."""
@@ -205,10 +205,8 @@ class Windowed:
     def __call__(self, row: RowReplay, layer: int, size: int, scale: float) -> torch.Tensor:
         """Return the attention with a window of ``size`` tokens."""
         q, k, v = row.attended[layer]
-        mask, gqa = row.visible(self.first, torch.tensor(size)), q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(
-            q[:, :, -row.queries :], k, v, attn_mask=mask, scale=scale, enable_gqa=gqa
-        )
+        mask = row.visible(self.first, torch.tensor(size))
+        return grouped_attention(q[:, :, -row.queries :], k, v, scale, attn_mask=mask)
 
 
 class Evicting:
@@ -283,7 +281,7 @@ class Shared(Again):
         group = q.shape[1] // k.shape[1]
         mask = self.row.visible(self.first, self.windows[:, layer].repeat_interleave(group, 1))
         k, v = self.row.joined(k, v, self.row.attended[layer][1:])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=group > 1)
+        return grouped_attention(q, k, v, scale, attn_mask=mask)
 
 
 @torch.inference_mode()

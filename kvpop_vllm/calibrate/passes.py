@@ -90,7 +90,7 @@ class Passes:
             tick: called after each pass.
 
         Returns:
-            ``kl``, KL(dense || policy) in nats per token, and ``prefill``, CPU time of the pass over that of the dense model.
+            ``kl``, KL(dense || policy) in nats per token, and ``prefill``, time of the pass over that of the dense model.
         """
         measured: list[list[dict]] = [[] for _ in choices]
         # many rows have prompts of one length
@@ -123,12 +123,20 @@ class Passes:
         return {"kl": float(losses.double().mean()), "prefill": seconds / exact[1]}
 
     def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
-        """Return log-probabilities of a row's predictions after its prompt, and the CPU time of the pass in seconds."""
-        # CPU time, which other processes do not lengthen
-        device, began = next(self.model.parameters()).device, time.process_time()
+        """Return log-probabilities of a row's predictions after its prompt, and the time of the pass in seconds."""
+        device = next(self.model.parameters()).device
+        began = _now(device)
         hidden = decoder_of(self.model)(input_ids=tokens[None].to(device), attend=attend).last_hidden_state
-        seconds = time.process_time() - began
+        seconds = _now(device) - began
         head = self.model.get_output_embeddings()
         # logits of all positions at once may take more memory than the pass itself
         blocks = hidden[0, prompt : -1 : self.stride].split(POSITIONS)
         return torch.cat([head(part).float().log_softmax(-1) for part in blocks]), seconds
+
+
+def _now(device: torch.device) -> float:
+    """Return the CPU time, which other processes do not lengthen, or with a GPU the time when its work is done."""
+    if device.type != "cuda":
+        return time.process_time()
+    torch.cuda.synchronize(device)
+    return time.monotonic()

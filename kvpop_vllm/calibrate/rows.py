@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,8 @@ from kvpop_vllm.evaluation.statistics import LEAST
 
 TEXT = Path(__file__).with_name("text.jsonl")
 """Prose, code and chat that are used without ``--data``."""
+READ = 50
+"""Rows of a text that are read at most, over those of a side. Files take turns in them."""
 
 
 class Text(NamedTuple):
@@ -42,7 +45,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     """Return rows of ``length`` tokens.
 
     Rows of one document go to one side where there are enough documents, half of the documents to each, at random. With
-    fewer, every second row goes to each side.
+    fewer, every second row goes to each side. Of a large text only the beginnings of its files are read.
 
     Args:
         paths: files and folders of text, empty for the text of this package.
@@ -54,12 +57,13 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     """
     encoder = DocumentEncoder(tokenizer, vocab_size)
     documents = documents_of(find_sources(paths)) if paths else _own_documents(tokenizer)
-    pieces = list((_documents if protect else _passages)(encoder, documents, length))
+    pieces = list(islice((_documents if protect else _passages)(encoder, documents, length), READ * rows))
     pieces = [piece for _, piece in sorted(pieces, key=lambda pair: pair[0])]  # first those that begin a document
     units = units_of([row for row, _ in pieces])
     numbers = list(dict.fromkeys(units))
     random.Random(0).shuffle(numbers)  # a text may take turns between kinds of documents
-    sides = [[piece for piece, unit in zip(pieces, units, strict=True) if numbers.index(unit) % 2 == i] for i in (0, 1)]
+    side_of = {unit: place % 2 for place, unit in enumerate(numbers)}
+    sides = [[piece for piece, unit in zip(pieces, units, strict=True) if side_of[unit] == i] for i in (0, 1)]
     by_document = len(numbers) >= 2 * LEAST
     if not by_document:
         sides = [pieces[0::2], pieces[1::2]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,8 +71,12 @@ def rows_of(model, data, recipe: Recipe, folder: Path, reading: Reading = READIN
 
 
 def default_device() -> torch.device:
-    """Return a GPU if there is one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """Return a GPU if there is one, else the CPU, and say so on stderr if torch is built for GPUs."""
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    if torch.version.cuda is not None:
+        print("no GPU is visible: the CPU is used", file=sys.stderr)
+    return torch.device("cpu")
 
 
 class OnlineTeacher(torch.nn.Module):

@@ -5,13 +5,14 @@ Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to ch
 
 import argparse
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import documents_of, find_sources
 from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
@@ -19,6 +20,7 @@ from kvpop_vllm.hf import KVpopCache, load_checkpoint
 from kvpop_vllm.hub import MODEL, local_folder
 from kvpop_vllm.model_hook import CACHE_NAME
 from kvpop_vllm.model_shape import vocabulary_of
+from kvpop_vllm.progress import progress
 from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.conversion import convert
 from kvpop_vllm.scorers.published_checkpoint import open_checkpoint
@@ -26,6 +28,8 @@ from kvpop_vllm.scorers.reader import reading_of
 
 PIECE = 512
 """Tokens of a pass."""
+SHORTEST = 2048
+"""Tokens of a row, unless twice the budget are more."""
 
 
 def check_checkpoint(options: argparse.Namespace) -> None:
@@ -34,16 +38,23 @@ def check_checkpoint(options: argparse.Namespace) -> None:
     with TemporaryDirectory() as scratch:
         # scorers and rows first, because loading the model takes longest
         scorers, budget, sinks = _scorers(folder, options, Path(scratch))
-        rows = list(_rows(folder, options, budget))
+        length = options.length or max(SHORTEST, 2 * budget)
+        rows = list(islice(_rows(folder, options.data, length, budget), options.rows))
         if len(rows) < LEAST:
             raise ConfigError(
-                f"{options.data} makes {len(rows)} rows of more than {budget} tokens, and an interval needs {LEAST}: give more"
-                " text, or lower --budget"
+                f"{options.data} makes {len(rows)} rows of {budget + 2} to {length} tokens, and an interval needs {LEAST}: give"
+                " more text, raise --length, or lower --budget"
             )
-        model = load_checkpoint(folder, **({} if options.dtype is None else {"dtype": getattr(torch, options.dtype)}))
+        dtype = {} if options.dtype is None else {"dtype": getattr(torch, options.dtype)}
+        model = load_checkpoint(folder, **dtype).to(default_device())
         caches = {"dense": None} | {name: {"policy": "kvpop", "scorer": path} for name, path in scorers.items()}
         caches["window"] = {"policy": "streaming-llm", "sinks": sinks}
-        nats = {name: [_nats(model.eval(), cache, row, budget) for row in rows] for name, cache in caches.items()}
+        nats: dict[str, list[float]] = {name: [] for name in caches}
+        with progress(len(caches) * len(rows), "check-checkpoint") as tick:
+            for name, cache in caches.items():
+                for row in rows:
+                    nats[name].append(_nats(model.eval(), cache, row, budget))
+                    tick()
     print(f"{len(rows)} rows, B = {budget}, tokens after the first {budget} of each row")
     for line in table(nats, [len(row) - budget for row in rows], options.seed):
         print(line)
@@ -73,15 +84,12 @@ def _shuffled(tensors: dict[str, torch.Tensor], draw: torch.Generator) -> dict[s
     }
 
 
-def _rows(folder: Path, options: argparse.Namespace, budget: int) -> Iterator[torch.Tensor]:
-    """Yield rows of tokens from which something is evicted."""
-    encoder, count = DocumentEncoder(load_tokenizer(folder), vocabulary_of(folder)), 0
-    for _, ids in encoder.encode(documents_of(find_sources([options.data]))):
-        for row in torch.as_tensor(ids, dtype=torch.long).split(options.length):
-            # a row that fits the budget loses nothing
-            if len(row) > budget + 1 and count < options.rows:
-                yield row
-                count += 1
+def _rows(folder: Path, text: str, length: int, budget: int) -> Iterator[torch.Tensor]:
+    """Yield rows of at most ``length`` tokens, from which something is evicted."""
+    encoder = DocumentEncoder(load_tokenizer(folder), vocabulary_of(folder))
+    for _, ids in encoder.encode(documents_of(find_sources([text]))):
+        # a row that fits the budget loses nothing
+        yield from (row for row in torch.as_tensor(ids, dtype=torch.long).split(length) if len(row) > budget + 1)
 
 
 @torch.inference_mode()

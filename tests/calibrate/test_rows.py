@@ -47,6 +47,19 @@ def test_few_documents_give_separate_passages(tmp_path):
     assert not set.union(*words(text.measured)) & set.union(*words(text.held_out))
 
 
+def test_the_beginnings_of_large_files_are_read(tmp_path, monkeypatch):
+    """In turn, so that a large text takes no longer than a small one."""
+    monkeypatch.setattr(rows, "READ", 4)
+    files = [write(tmp_path / f"{name}.jsonl", [{"text": f"{name}{i:04} " * 12} for i in range(4000)]) for name in "ab"]
+    text = read_text(files, byte_tokenizer(), 64, 16, vocab_size=258, protect=False)
+    assert len(text.measured) == len(text.held_out) == 16
+    numbers = {name: [] for name in "ab"}
+    for word in set.union(*words([*text.measured, *text.held_out])):
+        if word[0] in numbers and len(word) == 5:
+            numbers[word[0]].append(int(word[1:]))
+    assert all(of_file and max(of_file) < 4 * 16 * 64 / 72 for of_file in numbers.values())
+
+
 def test_text_that_is_too_short_is_refused(tmp_path):
     path = write(tmp_path / "text.jsonl", [{"text": "x" * 800}])
     with pytest.raises(ConfigError, match="the text holds 12 rows of 64 tokens and 16 are needed"):

@@ -34,13 +34,13 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     shares = Shares.of(torch.randint(1, 130, (layers, heads), generator=draw), budget=131)
     layout = PageLayout(heads, SIZE, torch.float32, N, state * N * (2 * SIZE * 4 + 8) // 4)
     assert layout.state_blocks == state
-    longest = shares.blocks(state, N, 10_000)
+    longest = shares.block_counts.blocks(state, N, 10_000)
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
     regions = RegionShares(shares, layout, num_blocks)
     rows = [regions.place(layer, blocks.int(), (), NUMBERS, ())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
-        block_count, used_regions = shares.blocks(state, N, length), set()
+        block_count, used_regions = shares.block_counts.blocks(state, N, length), set()
         used = 0
         for layer in range(layers):
             for h in range(heads):
@@ -76,7 +76,7 @@ def test_requests_with_budgets_of_their_own_have_regions_of_their_own(layers, he
             shares = division.shares(*size)[1]
             alone, pages = RegionShares(shares, layout, num_blocks).place(layer, blocks[r : r + 1], (), NUMBERS, ())
             assert placed[r].tolist() == alone[0].tolist() == list(shares.budgets[layer - layers[0]])
-            assert shares.blocks(0, N, 10_000) <= blocks.shape[1]
+            assert shares.block_counts.blocks(0, N, 10_000) <= blocks.shape[1]
             for h, budget in enumerate(shares.budgets[layer - layers[0]]):
                 count = cdiv(budget, N)
                 assert table[r, h, :count].tolist() == pages[0, h, :count].tolist()
@@ -110,7 +110,7 @@ def pools(kind: str, layers: int, length: int, drafts: int = 0):
     sizes = dict(topk=64 - 8, window=6, length=length, drafts=drafts)
     problems = [Problem(kind, 1, **sizes, seed=i).prepare() for i in range(layers)]
     shares, layout = Shares.of(budgets, 64), problems[0].layout
-    count = shares.blocks(layout.state_blocks, N, length)
+    count = shares.block_counts.blocks(layout.state_blocks, N, length)
     blocks = torch.randperm(count + 5, generator=torch.Generator().manual_seed(3))[:count].int().view(1, -1)
     regions = RegionShares(shares, layout, count + 5)
     memory = torch.full((layers * (count + 5) * 2 * layout.region_bytes,), 255, dtype=torch.uint8)

@@ -87,7 +87,11 @@ def test_the_table():
     assert lines[-1].startswith("reading is not clearly better than window: the reading may be wrong")
 
 
-def test_too_little_text(reasoner, tmp_path, capsys):
+@pytest.mark.parametrize("budget, length", [(272, 2048), (1500, 3000)])
+def test_too_little_text(reasoner, tmp_path, capsys, budget, length):
+    """Rows hold twice the budget, so that something is evicted."""
     (tmp_path / "text.txt").write_text("run #1 " * 20)
-    assert main(["check-checkpoint", str(reasoner), "--data", str(tmp_path / "text.txt")]) == 2
-    assert "makes 0 rows of more than 272 tokens, and an interval needs 8: give more text" in capsys.readouterr().err
+    words = [] if budget == 272 else ["--budget", str(budget)]
+    assert main(["check-checkpoint", str(reasoner), "--data", str(tmp_path / "text.txt"), *words]) == 2
+    error = f"makes 0 rows of {budget + 2} to {length} tokens, and an interval needs 8: give more text"
+    assert error in capsys.readouterr().err

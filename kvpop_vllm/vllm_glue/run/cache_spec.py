@@ -319,8 +319,8 @@ class FixedBudgetSpec(AttentionSpec):
         ``slots`` are its own, by default those of an unprotected request with the server's numbers.
         """
         sizes, slots = (self.sinks, self.block_size, self.state_blocks, self.num_kv_heads), slots or self.slots()
-        by_rank = (None,) if self.shares is None else self.shares.shares(slots.budget, slots.window)
-        return max(request_blocks(length, slots, sizes, shares, self.compression) for shares in by_rank)
+        counts = self.shares and self.shares.block_counts(slots.budget, slots.window)
+        return request_blocks(length, slots, sizes, counts, self.compression)
 
     def most_tail_blocks(self, length: int) -> int:
         """Return the most blocks of state and tail that a request of ``length`` tokens can hold."""

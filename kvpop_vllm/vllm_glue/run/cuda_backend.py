@@ -203,9 +203,11 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         lengths = common.seq_lens_cpu_upper_bound.tolist() if lengths_matter else [0] * requests
         starts = [length - count for length, count in zip(lengths, counts, strict=False)]
         chunked = [i for i in range(decodes, requests) if counts[i]]
-        if any(not starts[i] and not common.is_prefilling[i] for i in chunked):
+        # at once, since each element of a tensor takes a microsecond to read
+        prefilling = common.is_prefilling[:requests].tolist()
+        if any(not starts[i] and not prefilling[i] for i in chunked):
             return None  # a chunk that starts at position 0, yet past its prompt
-        slots = self.slots(requests, dummy=not any(common.is_prefilling[:requests]))
+        slots = self.slots(requests, dummy=not any(prefilling))
         after = self.after and [self.after(record) for record in slots]
         table, sent = common.block_table_tensor, self._sent(slots, starts, after)
         resumed = most_drafts and any(starts[i] > slots[i].prefix for i in chunked)  # drafts may be staged
@@ -261,7 +263,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if not self.rounds or start <= slots.prefix:
             return False
         sizes = rounds.intervals(self.rounds.every, slots.budget, self.spec.sinks, slots.window)
-        return any(start % every == 0 for every in sizes)
+        # equal heads have rounds together
+        return any(start % every == 0 for every in (sizes if self.unequal else sizes[:1]))
 
     def _sent(
         self, slots: list[RequestSlots], starts: list[int], after: list[RequestSlots] | None

@@ -73,7 +73,12 @@ def _config_with_policy(original, settings, cls, engine_args, *args, **kwargs):
     if chooses_hits and takes_snapshots(policy) and not on_gpu:
         vllm_config.cache_config.enable_prefix_caching = True
     elif chooses_hits and not vllm_config.cache_config.enable_prefix_caching:
-        logger.info("--kv-policy %s: prefix caching is off, nothing can be shared", policy.name)
+        end = (
+            "off on a GPU by default: --enable-prefix-caching shares prompts"
+            if takes_snapshots(policy)
+            else "off, nothing can be shared"
+        )
+        logger.info("--kv-policy %s: prefix caching is %s", policy.name, end)
     if settings.cartridge or envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
         _check_cartridges(vllm_config)
     if vllm_config.device_config.device_type == "cuda":
