@@ -10,7 +10,7 @@ import heapq
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -320,14 +320,21 @@ def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
     return ConfigError(f"{path} is not {kind} ({' '.join(str(error).split())}): leave it out")
 
 
-def documents_of(sources: list[Source]) -> Iterator[Document]:
+def documents_of(sources: list[Source], tick: Callable[[float], object] = lambda share: None) -> Iterator[Document]:
     """Yield all documents of all sources once, in an order that depends on the sources alone.
 
     Sources are distributed to lanes. The next document comes from the lane of which the smallest part has
     been read. Several files are thus mixed in proportion to their sizes, with few of them open.
+
+    Args:
+        sources: what is read.
+        tick: called before each document with the share of the sources that was read since.
     """
-    lanes = [_lane(sources[i::LANES]) for i in range(min(LANES, len(sources)))]
-    return map(itemgetter(1), heapq.merge(*lanes, key=itemgetter(0)))
+    lanes, read = [_lane(sources[i::LANES]) for i in range(min(LANES, len(sources)))], 0.0
+    for share, document in heapq.merge(*lanes, key=itemgetter(0)):
+        tick(share - read)
+        read = share
+        yield document
 
 
 def _lane(sources: list[Source]) -> Iterator[tuple[float, Document]]:

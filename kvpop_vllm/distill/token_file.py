@@ -18,6 +18,7 @@ from kvpop_vllm.distill.sources import Document, Source, documents_of
 from kvpop_vllm.distill.splits import digest, has_content, share_of_document, text_of
 from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.files import replacing, write_whole
+from kvpop_vllm.progress import progress
 
 
 class Stored(NamedTuple):
@@ -167,10 +168,11 @@ class TokenFile:
     def _distinct(self) -> Iterator[Document]:
         """Yield the documents that are not empty, each content once."""
         digests = set()
-        for document in documents_of(self.sources):
-            text = text_of(document)
-            if has_content(document):
-                self.read += 1
-                if (number := digest(text)) not in digests:
-                    digests.add(number)
-                    yield document
+        with progress(1, "tokenise") as tick:
+            for document in documents_of(self.sources, tick):
+                text = text_of(document)
+                if has_content(document):
+                    self.read += 1
+                    if (number := digest(text)) not in digests:
+                        digests.add(number)
+                        yield document

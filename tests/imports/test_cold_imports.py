@@ -153,7 +153,7 @@ ARROWS = {
     "attention": "rules kernels cache requests",
     "testing": "",
     "bench": "config files",
-    "distill": "calibration hub policies model_hook scorers model_shape kernels config files roles argument_types",
+    "distill": "progress calibration hub policies model_hook scorers model_shape kernels config files roles argument_types",
     "calibration": "rope schemas tensor_files config files",
     "compaction": "calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
     "evaluation": "progress calibration hub hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
