@@ -40,6 +40,7 @@ class RowReplay:
     Attributes:
         attended: queries, keys and values of each layer with full attention.
         outputs: attention of each of these layers for the last queries, ``[1, Hq, Q, D]``.
+        scales: factor on q . k of each of these layers.
         numbers: indices in the model of these layers.
         local_keys: keys and values of each other layer that attends, by its index in the model.
         inputs: input of each layer with full attention for the last queries, ``[1, Q, E]``.
@@ -56,6 +57,7 @@ class RowReplay:
         self.layers, self.norm = decoder.layers, norm
         self.attended: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.outputs: list[torch.Tensor] = []
+        self.scales: list[float] = []
         self.numbers: list[int] = []
         self.local_keys: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.inputs: list[torch.Tensor] = []
@@ -76,9 +78,12 @@ class RowReplay:
         options = {name: self._last(value) for name, value in named.items() if name not in ("hidden_states", "attend")}
         self.arguments.append(options)
 
-    def note_attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor) -> None:
+    def note_attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, scale: float
+    ) -> None:
         """Note what the running layer, one with full attention, attends to, and its input and output for the last queries."""
         self.attended.append((q, k, v))
+        self.scales.append(scale)
         self.outputs.append(out[:, :, -self.queries :].clone())
         # _note() has counted the running layer
         self.numbers.append(len(self.arguments) - 1)
@@ -161,7 +166,7 @@ class _Reading:
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of a layer. See :class:`kvpop_vllm.model_hook.Attend`."""
         out = Dense()(layer, q, k, v, scale)
-        self.row.note_attention(q, k, v, out)
+        self.row.note_attention(q, k, v, out, scale)
         return out
 
     def local(self, layer, q, k, v, scale, kind, size):
@@ -289,6 +294,17 @@ def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[flo
     """Return the KL with each table of windows ``[V, layers, H]``, in nats per token."""
     groups = (Shared(row, first, part) for part in windows.split(variants_at_once(row.queries, row.length)))
     return [loss for part in groups for loss in row.divergence(row.run_from(0, part)).tolist()]
+
+
+@torch.inference_mode()
+def attention_errors(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[list[float]]:
+    """Return the squared error of each KV head's attention with each number of slots, over the squared size of the layer's."""
+    exact, heads = row.outputs[layer].double(), row.attended[layer][1].shape[1]
+    errors = []
+    for size in sizes:
+        difference = attention(row, layer, size, row.scales[layer]).double() - exact
+        errors.append(difference.square().unflatten(1, (heads, -1)).sum((0, 2, 3, 4)) / exact.square().sum())
+    return torch.stack(errors, 1).tolist()
 
 
 @torch.inference_mode()

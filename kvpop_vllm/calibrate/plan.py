@@ -275,11 +275,11 @@ class Plan:
     def replays(self) -> float:
         """Work of measuring and searching, in dense passes of a row."""
         layers, count, heads = self.shape.num_layers, len(self.sizes), self.shape.num_kv_heads
-        measured = 1 + sum(self.layer_cost(layer, count) for layer in range(layers))
+        measured = 2 + sum(self.layer_cost(layer, count) for layer in range(layers))  # and errors of attention
         if self.split:  # which layers is not known beforehand
             measured += 1 + sum(self.layer_cost(layer, count * heads) for layer in range(layers)) * self.split / layers
         count = len(self.budgets)
-        searched = self.search_cost(count * (2 * count + 1)) if self.decides == PROBE else 0
+        searched = self.search_cost(count * (4 * count + 1)) if self.decides == PROBE else 0
         return len(self.text.measured) * (measured + searched)
 
     @property
@@ -292,7 +292,7 @@ class Plan:
         count = len(self.budgets)
         passes = 2 * len(self.text.held_out) * count
         if name == self.decides:
-            tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else 2 * count)
+            tables = 1 + (min(SHORTLIST, 4 * count) if name == PROBE else 4 * count)
             passes += self.searched * (tables * count + (SHORTLIST + 1) * self.options.rounds * self.round_cost)
         if name != PROBE and self.specs[name].scorer is None:
             passes += self.searched * len(WINDOWS)

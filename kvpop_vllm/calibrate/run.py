@@ -40,7 +40,7 @@ def calibrate(options: Options) -> dict:
     passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records)
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
-        table = stages.search(stages.curves())
+        table = stages.search(stages.curves(), stages.error_curves())
         windows = stages.windows(table)
         verdict = stages.judge(table, windows)
     calibration = _calibration(plan, verdict, passes.tables[table].tolist(), windows)

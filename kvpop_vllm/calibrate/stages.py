@@ -10,7 +10,16 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.calibrate.division import Curve, between, curves_of, divide, shares_from_slots
-from kvpop_vllm.calibrate.layers import Evicting, Kept, RowReplay, Windowed, head_losses, layer_losses, shared_losses
+from kvpop_vllm.calibrate.layers import (
+    Evicting,
+    Kept,
+    RowReplay,
+    Windowed,
+    attention_errors,
+    head_losses,
+    layer_losses,
+    shared_losses,
+)
 from kvpop_vllm.calibrate.passes import EQUAL, SEARCH, Choice, Passes
 from kvpop_vllm.calibrate.plan import FACTORS, GROUPS, PROBE, SERVED, SHORTLIST, WINDOWS, Plan
 from kvpop_vllm.calibrate.records import Records
@@ -119,15 +128,28 @@ class Stages:
         unsplit = (layer for layer in range(shape.num_layers) if layer not in split)
         return curves + [Curve(layer, every, sizes, (*layers[layer].tolist(), 0.0)) for layer in unsplit]
 
+    def error_curves(self) -> list[Curve]:
+        """Return the error of the attention of each layer, or of each head, with few slots.
+
+        It costs next to nothing, tells all heads apart, and says less about the model's output than :meth:`curves`.
+        """
+        shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
+        every, curves = tuple(range(shape.num_kv_heads)), []
+        for layer, heads in enumerate(self._means("error", range(shape.num_layers))):
+            groups = [(head,) for head in every] if self.plan.split else [every]
+            curves += [Curve(layer, group, sizes, (*heads[list(group)].sum(0).tolist(), 0.0)) for group in groups]
+        return curves
+
     def _means(self, unit: str, layers: Iterable[int]) -> torch.Tensor:
-        """Return the losses ``[layers, (H,) sizes]`` of layers or of their heads, means over rows."""
+        """Return the losses ``[layers, (H,) sizes]`` of layers or of their heads, or errors of these, means over rows."""
         rows = range(len(self.plan.text.measured))
         return torch.tensor([self._losses(unit, number, layers) for number in rows], dtype=torch.float64).mean(0)
 
     def _losses(self, unit: str, number: int, layers: Iterable[int]) -> list:
         """Return the losses of layers, or of their heads, on a row."""
-        measure, sizes, losses, row = layer_losses if unit == "layer" else head_losses, self.plan.sizes, [], None
-        variants = len(sizes) * (1 if unit == "layer" else self.plan.shape.num_kv_heads)
+        measure = {"layer": layer_losses, "head": head_losses, "error": attention_errors}[unit]
+        sizes, losses, row = self.plan.sizes, [], None
+        variants = len(sizes) * {"layer": 1, "head": self.plan.shape.num_kv_heads, "error": 0}[unit]
         for layer in layers:
             key = [unit, number, layer]
             # a call that goes on after a stop replays only rows of which something is missing
@@ -140,10 +162,11 @@ class Stages:
         self.tick(1)
         return losses
 
-    def search(self, curves: list[Curve]) -> str:
+    def search(self, curves: list[Curve], errors: list[Curve]) -> str:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
-        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. The
+        Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. Losses
+        of one layer or head do not add up to those of all, and errors of attention may be a better guide. The
         heads of each rank have as many slots together as those of any other of as many layers. The geometric mean over
         budgets of the divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE`
         tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best tables
@@ -154,8 +177,9 @@ class Stages:
         tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
         for budget in plan.budgets:
             mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
-            shares = self._divided(curves, mean, smallest)
-            tables |= {f"{unit}-{budget}": shares, f"{unit}-{budget}-damped": between(shares)}
+            for name, measured in ((unit, curves), (f"{unit}-error", errors)):
+                shares = self._divided(measured, mean, smallest)
+                tables |= {f"{name}-{budget}": shares, f"{name}-{budget}-damped": between(shares)}
         self.passes.tables |= tables
         names = list(tables)
         # the probe costs a fraction of a pass on the kernels of serving, so it narrows the tables first
@@ -239,7 +263,8 @@ class Stages:
         tables, choices = self.passes.tables, []
         shares = tables[best]
         for group in groups:
-            before = [(curve.layer, curve.heads, float(shares[curve.layer, curve.heads[0]])) for curve in group]
+            heads_of_group = [(curve.layer, head) for curve in group for head in curve.heads]
+            before = [(layer, (head,), float(shares[layer, head])) for layer, head in heads_of_group]
             label = f"{name}-{group[0].layer}-{group[0].heads[0]}" + (f"-of-{len(group)}" if len(group) > 1 else "")
             # the addend lets a head without slots get some
             shrunk = [(layer, heads, share / factor) for layer, heads, share in before]
@@ -308,7 +333,7 @@ class Stages:
 
     def _search(self, number: int, windows: torch.Tensor) -> list[float]:
         """Return the losses of a row with each table of windows."""
-        key = ["search", self.plan.unit, number]
+        key = ["search", self.plan.unit, number, len(windows)]
         if key not in self.records:
             self.records.put(key, shared_losses(self.replay(number), self._first(number), windows))
         self.tick(self.plan.search_cost(len(windows)))

@@ -4,7 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.calibrate.layers import Evicting, RowReplay, Windowed, head_losses, layer_losses, shared_losses
+from kvpop_vllm.calibrate.layers import (
+    Evicting,
+    RowReplay,
+    Windowed,
+    attention_errors,
+    head_losses,
+    layer_losses,
+    shared_losses,
+)
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.model_shape import ModelShape
@@ -56,6 +64,26 @@ def divergence(row, tokens, windows: torch.Tensor) -> float:
             for table in (torch.full_like(windows, LENGTH), windows)
         )
     return float(F.kl_div(windowed, dense, reduction="none", log_target=True).sum(-1).mean())
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_errors_of_attention_are_those_of_single_heads(replay, layer):
+    """Each is of one head's outputs with a window, over the outputs of all heads of the layer."""
+    row, _ = replay
+    layer %= len(row.attended)
+    q, k, v = row.attended[layer]
+    errors = attention_errors(row, layer, Windowed(FIRST), WINDOWS)
+    heads, scale = k.shape[1], row.scales[layer]
+    assert len(errors) == heads and scale == pytest.approx(q.shape[-1] ** -0.5)
+    for number, window in enumerate(WINDOWS):
+        table = torch.full((len(row.attended), heads), window)
+        exact, windowed = (
+            naive(windows, row.queries)(layer, q, k, v, scale)[:, :, -row.queries :].double()
+            for windows in (torch.full_like(table, LENGTH), table)
+        )
+        by_head = (windowed - exact).square().reshape(heads, -1).sum(1) / exact.square().sum()
+        assert [of_head[number] for of_head in errors] == pytest.approx(by_head.tolist(), rel=1e-4, abs=1e-12)
+    assert all(of_head[0] > of_head[-1] for of_head in errors), "more slots lose less here"
 
 
 def test_layers_that_see_everything_lose_nothing(replay):
