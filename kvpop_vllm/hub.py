@@ -78,7 +78,9 @@ def model_folder(name: str) -> str:
         return name
     folder = local_folder(name, files=MODEL)
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{name} has no weights in the format of safetensors on the hub: give a folder that has some")
+        raise ConfigError(
+            f"{name} has no weights in the format of safetensors on the hub, or its cache has none: give a folder that has some"
+        )
     return str(folder)
 
 

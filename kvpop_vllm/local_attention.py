@@ -13,6 +13,23 @@ QUERIES = 512
 """Queries that attend together, which bounds the memory of masks."""
 
 
+def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **mask) -> torch.Tensor:
+    """Return torch's attention ``[B, Hq, Q, D]`` of queries that share KV heads, without an array of all logits.
+
+    Args:
+        q: ``[B, Hq, Q, D]``.
+        k: ``[B, H, S, D]``.
+        v: ``[B, H, S, D]``.
+        scale: factor on q . k.
+        mask: ``attn_mask`` or ``is_causal`` of torch's function.
+    """
+    group = q.shape[1] // k.shape[1]
+    if group > 1 and q.is_cuda and q.dtype is torch.float32:
+        # the one kernel for float32 on a GPU that forms no [S, S] takes no groups
+        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
+    return scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=group > 1, **mask)
+
+
 class Part(NamedTuple):
     """Queries that attend together.
 
@@ -71,8 +88,7 @@ def attend_parts(
     for part in parts:
         inputs = q[:, :, part.queries], k[:, :, part.keys], v[:, :, part.keys]
         if sink_logits is None:
-            grouped = q.shape[1] != k.shape[1]
-            outputs.append(scaled_dot_product_attention(*inputs, part.mask, scale=scale, enable_gqa=grouped))
+            outputs.append(grouped_attention(*inputs, scale, attn_mask=part.mask))
         else:
             outputs.append(_attend_with_sinks(*inputs, part.mask, scale, sink_logits))
     return torch.cat(outputs, 2)

@@ -17,7 +17,7 @@ from packaging.version import Version
 from safetensors import SafetensorError
 
 from kvpop_vllm.config import ConfigError, check_version
-from kvpop_vllm.local_attention import local_attention
+from kvpop_vllm.local_attention import grouped_attention, local_attention
 from kvpop_vllm.model_shape import kinds_of, positions_of, read_model_config, rotations, text_config
 from kvpop_vllm.rope import rope_at, turned
 from kvpop_vllm.scorers import Signals
@@ -331,23 +331,6 @@ class Dense:
         if past:
             mask = {"attn_mask": torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)}
         return grouped_attention(q, k, v, scale, **mask)
-
-
-def grouped_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, **mask) -> torch.Tensor:
-    """Return torch's attention ``[B, Hq, Q, D]`` of queries that share KV heads, without an array of all logits.
-
-    Args:
-        q: ``[B, Hq, Q, D]``.
-        k: ``[B, H, S, D]``.
-        v: ``[B, H, S, D]``.
-        scale: factor on q . k.
-        mask: ``attn_mask`` or ``is_causal`` of torch's function.
-    """
-    group = q.shape[1] // k.shape[1]
-    if group > 1 and q.is_cuda and q.dtype is torch.float32:
-        # the one kernel for float32 on a GPU that forms no [S, S] takes no groups
-        k, v, group = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1), 1
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=group > 1, **mask)
 
 
 def hidden_states(model: torch.nn.Module, ids: Sequence[int], positions: Sequence[int], attend: Attend) -> torch.Tensor:

@@ -10,7 +10,7 @@ run again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import attend_and_keep
-from kvpop_vllm.local_attention import local_attention
-from kvpop_vllm.model_hook import Dense, decoder_of, grouped_attention
+from kvpop_vllm.local_attention import grouped_attention, local_attention
+from kvpop_vllm.model_hook import Dense, decoder_of
 
 BATCH = 16
 """Most variants that run at once; their queries are at most as many as a row's, unless one variant has more."""
@@ -299,11 +299,11 @@ def shared_losses(row: RowReplay, first: int, windows: torch.Tensor) -> list[flo
 @torch.inference_mode()
 def attention_errors(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[list[float]]:
     """Return the squared error of each KV head's attention with each number of slots, over the squared size of the layer's."""
-    exact, heads = row.outputs[layer].double(), row.attended[layer][1].shape[1]
-    errors = []
+    exact, heads, errors = row.outputs[layer].double(), row.attended[layer][1].shape[1], []
+    squared_size = exact.square().sum().clamp_min(torch.finfo(torch.float64).tiny)
     for size in sizes:
         difference = attention(row, layer, size, row.scales[layer]).double() - exact
-        errors.append(difference.square().unflatten(1, (heads, -1)).sum((0, 2, 3, 4)) / exact.square().sum())
+        errors.append(difference.square().unflatten(1, (heads, -1)).sum((0, 2, 3, 4)) / squared_size)
     return torch.stack(errors, 1).tolist()
 
 
@@ -311,6 +311,12 @@ def attention_errors(row: RowReplay, layer: int, attention: Kept, sizes: list[in
 def layer_losses(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[float]:
     """Return the KL with each number of slots of all heads of a layer, in nats per token."""
     return _losses(row, layer, attention, [(None, size) for size in sizes])
+
+
+def layer_measures(row: RowReplay, layer: int, attention: Kept, sizes: list[int]) -> list[list[float]]:
+    """Return :func:`layer_losses`, then :func:`attention_errors` of each head. The attention of a size is taken once."""
+    attention = cache(attention)
+    return [layer_losses(row, layer, attention, sizes), *attention_errors(row, layer, attention, sizes)]
 
 
 @torch.inference_mode()

@@ -20,7 +20,7 @@ from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 
-VERSION = 4
+VERSION = 5
 """Version of what is measured."""
 LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""
@@ -248,6 +248,7 @@ class Plan:
             "policy": self.decides,
             "scorer": self._scorer_samples(),
             "budgets": self.budgets,
+            "rounds": self.options.rounds,
         }
 
     def _scorer_samples(self) -> list[str] | None:
@@ -275,11 +276,11 @@ class Plan:
     def replays(self) -> float:
         """Work of measuring and searching, in dense passes of a row."""
         layers, count, heads = self.shape.num_layers, len(self.sizes), self.shape.num_kv_heads
-        measured = 2 + sum(self.layer_cost(layer, count) for layer in range(layers))  # and errors of attention
+        measured = 1 + sum(self.layer_cost(layer, count) for layer in range(layers))
         if self.split:  # which layers is not known beforehand
             measured += 1 + sum(self.layer_cost(layer, count * heads) for layer in range(layers)) * self.split / layers
         count = len(self.budgets)
-        searched = self.search_cost(count * (4 * count + 1)) if self.decides == PROBE else 0
+        searched = self.search_cost(count * (2 * count + 1)) if self.decides == PROBE else 0
         return len(self.text.measured) * (measured + searched)
 
     @property
@@ -292,7 +293,7 @@ class Plan:
         count = len(self.budgets)
         passes = 2 * len(self.text.held_out) * count
         if name == self.decides:
-            tables = 1 + (min(SHORTLIST, 4 * count) if name == PROBE else 4 * count)
+            tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else 4 * count)
             passes += self.searched * (tables * count + (SHORTLIST + 1) * self.options.rounds * self.round_cost)
         if name != PROBE and self.specs[name].scorer is None:
             passes += self.searched * len(WINDOWS)
@@ -305,7 +306,7 @@ class Plan:
             return 0
         ranks = len({shard.heads for shard in self.shards})
         units = self.shape.num_layers * ranks + self.split * (self.shape.num_kv_heads - ranks)
-        return 2 * min(units, GROUPS) + 3 * len(self.budgets)
+        return 2 * (min(units, GROUPS) + ranks - 1) + 1 + 3 * len(self.budgets)
 
 
 def _sample(file: Path) -> str:

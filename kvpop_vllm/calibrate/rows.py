@@ -20,7 +20,7 @@ from kvpop_vllm.evaluation.statistics import LEAST
 TEXT = Path(__file__).with_name("text.jsonl")
 """Prose, code and chat that are used without ``--data``."""
 READ = 50
-"""Rows of a text that are read at most, over those of a side. Files take turns in them."""
+"""Rows of a text that are read at most, over those of a side."""
 
 
 class Text(NamedTuple):
@@ -45,7 +45,7 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
     """Return rows of ``length`` tokens.
 
     Rows of one document go to one side where there are enough documents, half of the documents to each, at random. With
-    fewer, every second row goes to each side. Of a large text only the beginnings of its files are read.
+    fewer, every second row goes to each side. Of a large text only the beginning is read, in which the first files take turns.
 
     Args:
         paths: files and folders of text, empty for the text of this package.

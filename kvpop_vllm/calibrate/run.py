@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import __version__, policies
-from kvpop_vllm.calibrate.layers import POSITIONS, layer_losses, variants_at_once
+from kvpop_vllm.calibrate.layers import POSITIONS, layer_measures, variants_at_once
 from kvpop_vllm.calibrate.passes import DENSE_BYTES, EQUAL, Passes
 from kvpop_vllm.calibrate.plan import Options, Plan
 from kvpop_vllm.calibrate.records import Records
@@ -40,7 +40,7 @@ def calibrate(options: Options) -> dict:
     passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records)
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
-        table = stages.search(stages.curves(), stages.error_curves())
+        table = stages.search(*stages.curves())
         windows = stages.windows(table)
         verdict = stages.judge(table, windows)
     calibration = _calibration(plan, verdict, passes.tables[table].tolist(), windows)
@@ -127,7 +127,7 @@ def dry_run(options: Options) -> None:
     began = time.monotonic()
     row = stages.replay(0)
     dense = time.monotonic()
-    layer_losses(row, layer, stages.dry_attention(), plan.sizes)
+    layer_measures(row, layer, stages.dry_attention(), plan.sizes)
     replay_time = (time.monotonic() - dense) / plan.layer_cost(layer, count)
     seconds = plan.replays * replay_time
     for name in plan.specs:

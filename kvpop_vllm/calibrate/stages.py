@@ -15,9 +15,8 @@ from kvpop_vllm.calibrate.layers import (
     Kept,
     RowReplay,
     Windowed,
-    attention_errors,
     head_losses,
-    layer_losses,
+    layer_measures,
     shared_losses,
 )
 from kvpop_vllm.calibrate.passes import EQUAL, SEARCH, Choice, Passes
@@ -110,46 +109,42 @@ class Stages:
         choice = Choice(name, self.plan.budget, None, EQUAL)
         return self.passes.prefill(*self.plan.text.measured[0], choice)
 
-    def curves(self) -> list[Curve]:
-        """Return what each layer loses with few slots, or each head of the layers that lose most."""
+    def curves(self) -> tuple[list[Curve], list[Curve]]:
+        """Return what layers lose with few slots, with heads of those that lose most, and the errors of their attention.
+
+        Errors cost next to nothing and tell the heads of all layers apart, but say less about the model's output.
+        """
         # the last size is that of a whole row, at which nothing is lost
         shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
-        layers = self._means("layer", range(shape.num_layers))
+        layers, errors = self._means("layer", range(shape.num_layers)).split([1, shape.num_kv_heads], 1)
         if not bool(layers.isfinite().all()):
             raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
         # heads take H times as long as their layer, so only those of the layers that lose most are measured
-        losing = layers[:, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
-        split = sorted(losing[: self.plan.split])
+        losing = layers[:, 0, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
+        split, every = sorted(losing[: self.plan.split]), tuple(range(shape.num_kv_heads))
         curves = []
         if split:
             for layer, heads in zip(split, self._means("head", split).tolist(), strict=True):
                 curves += [Curve(layer, (head,), sizes, (*losses, 0.0)) for head, losses in enumerate(heads)]
-        every = tuple(range(shape.num_kv_heads))
         unsplit = (layer for layer in range(shape.num_layers) if layer not in split)
-        return curves + [Curve(layer, every, sizes, (*layers[layer].tolist(), 0.0)) for layer in unsplit]
-
-    def error_curves(self) -> list[Curve]:
-        """Return the error of the attention of each layer, or of each head, with few slots.
-
-        It costs next to nothing, tells all heads apart, and says less about the model's output than :meth:`curves`.
-        """
-        shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
-        every, curves = tuple(range(shape.num_kv_heads)), []
-        for layer, heads in enumerate(self._means("error", range(shape.num_layers))):
-            groups = [(head,) for head in every] if self.plan.split else [every]
-            curves += [Curve(layer, group, sizes, (*heads[list(group)].sum(0).tolist(), 0.0)) for group in groups]
-        return curves
+        curves += [Curve(layer, every, sizes, (*layers[layer, 0].tolist(), 0.0)) for layer in unsplit]
+        groups = [(head,) for head in every] if split else [every]
+        of_errors = [
+            Curve(layer, group, sizes, (*errors[layer, list(group)].sum(0).tolist(), 0.0))
+            for layer in range(shape.num_layers)
+            for group in groups
+        ]
+        return curves, of_errors
 
     def _means(self, unit: str, layers: Iterable[int]) -> torch.Tensor:
-        """Return the losses ``[layers, (H,) sizes]`` of layers or of their heads, or errors of these, means over rows."""
+        """Return the measures of layers, or the losses of their heads, ``[layers, 1 + H or H, sizes]``, means over rows."""
         rows = range(len(self.plan.text.measured))
         return torch.tensor([self._losses(unit, number, layers) for number in rows], dtype=torch.float64).mean(0)
 
     def _losses(self, unit: str, number: int, layers: Iterable[int]) -> list:
-        """Return the losses of layers, or of their heads, on a row."""
-        measure = {"layer": layer_losses, "head": head_losses, "error": attention_errors}[unit]
-        sizes, losses, row = self.plan.sizes, [], None
-        variants = len(sizes) * {"layer": 1, "head": self.plan.shape.num_kv_heads, "error": 0}[unit]
+        """Return the measures of layers, or the losses of their heads, on a row."""
+        measure, sizes, losses, row = layer_measures if unit == "layer" else head_losses, self.plan.sizes, [], None
+        variants = len(sizes) * (1 if unit == "layer" else self.plan.shape.num_kv_heads)
         for layer in layers:
             key = [unit, number, layer]
             # a call that goes on after a stop replays only rows of which something is missing
@@ -166,7 +161,7 @@ class Stages:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
         Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. Losses
-        of one layer or head do not add up to those of all, and errors of attention may be a better guide. The
+        of one layer or head do not add up to those of all, and errors of attention may be a better guide under a policy. The
         heads of each rank have as many slots together as those of any other of as many layers. The geometric mean over
         budgets of the divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE`
         tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best tables
@@ -175,10 +170,12 @@ class Stages:
         plan, unit = self.plan, self.plan.unit
         shape = plan.shape.num_layers, plan.shape.num_kv_heads
         tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
+        # of windows, errors were a worse guide (log of 2026-11-30)
+        measures = {unit: curves} | ({} if plan.decides == PROBE else {f"{unit}-error": errors})
         for budget in plan.budgets:
             mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
-            for name, measured in ((unit, curves), (f"{unit}-error", errors)):
-                shares = self._divided(measured, mean, smallest)
+            for name, of_units in measures.items():
+                shares = self._divided(of_units, mean, smallest)
                 tables |= {f"{name}-{budget}": shares, f"{name}-{budget}-damped": between(shares)}
         self.passes.tables |= tables
         names = list(tables)
@@ -333,7 +330,7 @@ class Stages:
 
     def _search(self, number: int, windows: torch.Tensor) -> list[float]:
         """Return the losses of a row with each table of windows."""
-        key = ["search", self.plan.unit, number, len(windows)]
+        key = ["search", self.plan.unit, number]
         if key not in self.records:
             self.records.put(key, shared_losses(self.replay(number), self._first(number), windows))
         self.tick(self.plan.search_cost(len(windows)))

@@ -2,6 +2,7 @@
 
 import torch
 
+from kvpop_vllm.local_attention import grouped_attention
 from kvpop_vllm.model_hook import Attend, Dense, hidden_states
 
 ROWS = 256
@@ -70,13 +71,8 @@ def attend(q, k, v, scale, cache_k, cache_v, bias, segments=None) -> torch.Tenso
         if heads > 1 and group > 1:
             mask = mask.repeat_interleave(group, 0)
         outputs.append(
-            torch.nn.functional.scaled_dot_product_attention(
-                q[:, :, a:b],
-                keys[:, :, : slots + b],
-                values[:, :, : slots + b],
-                mask[None],
-                scale=scale,
-                enable_gqa=group > 1,
+            grouped_attention(
+                q[:, :, a:b], keys[:, :, : slots + b], values[:, :, : slots + b], scale, attn_mask=mask[None]
             )
         )
     return torch.cat(outputs, 2)

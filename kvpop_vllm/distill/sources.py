@@ -335,6 +335,7 @@ def documents_of(sources: list[Source], tick: Callable[[float], object] = lambda
         tick(share - read)
         read = share
         yield document
+    tick(1 - read)
 
 
 def _lane(sources: list[Source]) -> Iterator[tuple[float, Document]]:

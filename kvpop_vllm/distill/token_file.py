@@ -168,7 +168,7 @@ class TokenFile:
     def _distinct(self) -> Iterator[Document]:
         """Yield the documents that are not empty, each content once."""
         digests = set()
-        with progress(1, "tokenise") as tick:
+        with progress(1, "tokenise" if self.processes == 1 else "read text") as tick:
             for document in documents_of(self.sources, tick):
                 text = text_of(document)
                 if has_content(document):

@@ -121,7 +121,7 @@ class Trainer(Loop):
         if path.exists() and started:
             # options that are newer than a run have their default there
             read = {FORMER_NAMES.get(name, name): value for name, value in read_settings(path).items()}
-            settings_before = self.recipe.defaults() | read | {"model": name_of(read["model"])}
+            settings_before = self.recipe.defaults() | read
             if "data" not in settings_before:
                 raise ConfigError(
                     f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"

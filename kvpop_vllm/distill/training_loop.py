@@ -25,6 +25,7 @@ from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.metrics import Metrics, Tracker
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.files import check_new, remove, to_disk, write_whole
+from kvpop_vllm.hub import name_of
 from kvpop_vllm.kernels.ops.training import NotFinite
 
 END = 0.1
@@ -49,6 +50,8 @@ def check_settings(out: Path, before: dict, settings: dict) -> None:
     Raises:
         ConfigError: names the first setting that differs.
     """
+    if "model" in before:  # a folder of the hub's cache may have been named by its path
+        before = before | {"model": name_of(before["model"])}
     for name in {**settings, **before}:
         if settings.get(name) != before.get(name):
             raise ConfigError(

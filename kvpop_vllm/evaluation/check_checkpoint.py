@@ -4,6 +4,7 @@ Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to ch
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -19,7 +20,7 @@ from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
 from kvpop_vllm.hf import KVpopCache, load_checkpoint
 from kvpop_vllm.hub import MODEL, local_folder
 from kvpop_vllm.model_hook import CACHE_NAME
-from kvpop_vllm.model_shape import vocabulary_of
+from kvpop_vllm.model_shape import positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.progress import progress
 from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.conversion import convert
@@ -38,7 +39,8 @@ def check_checkpoint(options: argparse.Namespace) -> None:
     with TemporaryDirectory() as scratch:
         # scorers and rows first, because loading the model takes longest
         scorers, budget, sinks = _scorers(folder, options, Path(scratch))
-        length = options.length or max(SHORTEST, 2 * budget)
+        positions = positions_of(read_model_config(folder))
+        length = options.length or min(max(SHORTEST, 2 * budget), positions or sys.maxsize)
         rows = list(islice(_rows(folder, options.data, length, budget), options.rows))
         if len(rows) < LEAST:
             raise ConfigError(

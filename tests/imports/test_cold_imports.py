@@ -155,7 +155,7 @@ ARROWS = {
     "bench": "config files",
     "distill": "progress calibration hub policies model_hook scorers model_shape kernels config files roles argument_types",
     "calibration": "rope schemas tensor_files config files",
-    "compaction": "calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
+    "compaction": "local_attention calibration hub progress rope distill policies model_hook model_shape rules cache schemas tensor_files config files roles argument_types",
     "evaluation": "progress calibration hub hf compaction distill policies model_hook scorers model_shape rules cache kernels config files roles argument_types",
     "model_types": "",
     "hf": "attention local_attention hub compaction policies model_hook scorers model_shape rules cache kernels requests schemas tensor_files files config model_types",

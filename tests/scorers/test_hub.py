@@ -180,7 +180,9 @@ def test_a_model_is_fetched_once_and_only_with_weights_it_can_load(base, tmp_pat
             for path in folder_of.rglob("*")
         }
         assert "model.safetensors" in fetched and not any("/" in name or "consolidated" in name for name in fetched)
-        with pytest.raises(ConfigError, match="owner/pickles has no weights in the format of safetensors"):
+        with pytest.raises(
+            ConfigError, match="owner/pickles has no weights in the format of safetensors on the hub, or its cache"
+        ):
             model_folder("owner/pickles")
 
 
