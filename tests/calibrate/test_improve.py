@@ -130,10 +130,10 @@ def test_many_heads_change_in_groups(monkeypatch):
     measured = []
     monkeypatch.setattr(stages, "_kl", lambda choices: [measured.append(choice.shares) or 1.0 for choice in choices])
     stages._round("changed", 2.0, "start", groups)
-    fewer = stages.passes.tables["changed-0-0-of-256-fewer"]
+    shrunk = stages.passes.tables["changed-0-0-of-256-fewer"]
     assert len(measured) == 2 * GROUPS + 1 + 3
-    assert float(fewer[0, 0] * 2) == pytest.approx(float(fewer[63, 0])) and float(fewer[0, 63]) == 1.0
-    assert float(fewer.mean()) == pytest.approx(1.0)
+    assert float(shrunk[0, 0] * 2) == pytest.approx(float(shrunk[63, 0])) and float(shrunk[0, 63]) == 1.0
+    assert float(shrunk.mean()) == pytest.approx(1.0)
 
 
 def test_small_steps_find_what_large_ones_do_not():
