@@ -650,7 +650,7 @@ def test_calibrations_of_something_else_are_refused(tmp_path, reasoner):
     comparison.validation.write_text(comparison.validation.read_text().replace("end", "end end", 1))
     refused("data, scorer")
     (out / "measured.jsonl").write_text("")
-    refused("version, model, .*, budgets")
+    refused("version, model, .*, budgets, rounds")
     (out / "measured.jsonl").write_text(measured.replace("{", "[", 1))
     with pytest.raises(SystemExit, match="measured.jsonl is damaged: remove it"):
         list(comparison._calibration("kvpop-mlp", 8, words))
@@ -708,7 +708,7 @@ def test_policies_with_better_shares_are_solved_with_both(tmp_path, reasoner, mo
     )
     solved = [command for command in ran if "eval" in command]
     shared = {Path(c[c.index("--out") + 1]).stem: c for c in solved if "--calibration" in c}
-    of_scorer = {f"{kind}-{c}-kvpop-mlp" for kind in ("shares", "bytes") for c in (8, 12)}
+    of_scorer = {f"shares-{c}-kvpop-mlp" for c in (8, 12)}
     assert set(shared) == {f"shares-{c}-tova" for c in (4, 8, 12)} | {"shares-8-vase"} | of_scorer
     for c, used in {4: ["2", "4"], 8: ["6", "8"], 12: ["12", "16"]}.items():
         command = shared[f"shares-{c}-tova"]
