@@ -27,8 +27,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
 from gpu.clock import bandwidth, graph_of, milliseconds
 from gpu.sections import Bench, Case, ops_take
+from kvpop_vllm.evaluation.policies import learned, training_free
+from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.model_hook import CACHE_NAME
+from kvpop_vllm.model_hook import CACHE_NAME, load_model, show_hidden_states
+from kvpop_vllm.model_shape import ModelShape
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 QWEN3_8B = Qwen3Config(
@@ -69,6 +72,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     right = "a captured pass is right, {}".format
     yield Case(right("kvpop"), kvpop_right)
     yield Case(right("dense"), dense_right)
+    yield Case("a row of kvpop eval is right", evaluation_right)
     yield Case("vLLM serves", served, ())
     with tempfile.TemporaryDirectory() as folder:
         drawn = functools.cache(partial(qwen3, bench, Path(folder)))
@@ -261,6 +265,29 @@ def dense_right(bench: Bench) -> Iterator[dict]:
         error = float((plain.logits - masked.logits).abs().max())
     assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
     yield bench.row("largest difference of logits", error, "absolute")
+
+
+def evaluation_right(bench: Bench) -> Iterator[dict]:
+    """Check that the measures of a row of text are those of the CPU's kernels."""
+    setting = Setting(40, 12, None, None) if bench.small else Setting(400, 64, None, None)
+    with tiny(bench) as drawn:
+        shape = ModelShape.of(drawn.model.name_or_path, setting.length)
+        scorer, _ = learned(str(drawn.scorer), drawn.model.name_or_path)
+        policies = scorer, training_free("h2o")
+        row, measured, implementations = torch.tensor(random_prompt(setting.length)), [], []
+        for device, forced in (("cpu", None), (bench.device, "triton" if bench.small else None)):
+            model = load_model(drawn.model.name_or_path, torch.float32).to(device)
+            show_hidden_states(model)
+            runs = resolve_all([(policy, setting) for policy in policies], shape, torch.float32)
+            with ops_take(forced) as calls:
+                measured.append(list(evaluate(model, [row], [setting.length], runs)))
+            implementations.append({used for op, used in calls if op == "prefill_chunk"})
+    assert "triton" in implementations[1], f"kernels: {implementations}"
+    for name, expected, record in zip(("dense", "kvpop", "h2o"), *measured, strict=True):
+        common = [measure for measure in ("nll", "kl", "error", "mass") if measure in expected]
+        difference = max(abs(record[measure] / expected[measure] - 1) for measure in common)
+        assert difference < 0.02, f"{name}: {record}, not {expected}"
+        yield bench.row(f"{name}, largest difference of measures", difference, "relative")
 
 
 def served(bench: Bench) -> Iterator[dict]:

@@ -17,6 +17,7 @@ from transformers.generation import TopPLogitsWarper
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.layer import kernel_device
 from kvpop_vllm.model_hook import CACHE_NAME, LOCAL, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
 from kvpop_vllm.model_shape import ModelShape, borrows_channel, kinds_of
 from kvpop_vllm.supported import FULL
@@ -106,8 +107,9 @@ class Backend(ABC):
 class TransformersBackend(Backend):
     """Backend that runs the model in transformers.
 
-    Policies run in a :class:`kvpop_vllm.hf.KVpopCache` on the CPU's kernels, dense attention is torch's own. A
-    model that gives up a query channel (DMS) is without it under any policy.
+    Policies run in a :class:`kvpop_vllm.hf.KVpopCache`, dense attention is torch's own. Where the model's device has no
+    kernels for a policy, the cache is on the CPU. A model that gives up a query channel (DMS) is without it under any
+    policy.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
@@ -124,7 +126,11 @@ class TransformersBackend(Backend):
         if resolved is not None:
             resolved.check_channel(self.model)
             sizes = {"max_length": self.longest, "seed": resolved.spec.seed, "prompt": resolved.spec.prompt}
-            cache = KVpopCache(self.model, **resolved.settings, **sizes, device="cpu")
+            weight = next(self.model.parameters())
+            keys = weight.new_empty(0, resolved.model.head_dim)
+            devices = {kernel_device(keys, rule) for rule in resolved.rules}
+            device = weight.device if devices == {weight.device} else "cpu"
+            cache = KVpopCache(self.model, **resolved.settings, **sizes, device=device)
         yield TransformersRun(self.model, cache, self.requests)
 
 

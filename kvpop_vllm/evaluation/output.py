@@ -26,12 +26,12 @@ def note(line: str) -> None:
 
 
 def note_kernels() -> None:
-    """Print a line if the kernels that run policies on the host are missing, also where there is a GPU."""
+    """Print a line if the CPU has no C++ kernels, which policies in rounds need also next to a GPU."""
     try:
         load_extension()
     except ImportError:
         note(
-            "policies run on the CPU without C++ kernels, about ten times slower: install with g++ by pip install --no-build-isolation"
+            "policies on the CPU have no C++ kernels and are about ten times slower: install with g++ by pip install --no-build-isolation"
         )
 
 

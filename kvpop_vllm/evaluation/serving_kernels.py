@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.hf.layer import LayerRows
+from kvpop_vllm.hf.layer import LayerRows, kernel_device
 from kvpop_vllm.model_hook import GateInputs
 
 if TYPE_CHECKING:
@@ -60,8 +60,9 @@ def attend_and_keep(
         tokens of ``E(q0)`` are held at q0, oldest first.
     """
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
-    # the kernels run on the host, and have no gradients
-    q, k, v = (x.detach().cpu() for x in (q, k, v))
+    running = kernel_device(k, rule)
+    # the kernels have no gradients
+    q, k, v = (x.detach().to(running) for x in (q, k, v))
     protected = min(length, protected_tokens(policy.protect, length))
     budgets = policy.budgets(layer) if budgets is None else budgets
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
@@ -71,7 +72,7 @@ def attend_and_keep(
     # the last position too, so that every query is answered
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.tokens_seen, q0 + 1)
-        scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
+        scores = None if gate_scores is None else gate_scores[:, cut].detach().to(running)
         outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores, sink_logits))
         if q0 in positions:
             held_at[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)

@@ -386,22 +386,29 @@ def recording(device: torch.device) -> bool:
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule. A CPU always has."""
+    reason = _without_kernels(k, rule)
+    if reason is not None:
+        raise ConfigError(reason)
+
+
+def kernel_device(k: torch.Tensor, rule: RetentionRule) -> torch.device:
+    """Return the device that attends to keys ``k [.., D]`` under a rule: theirs if it has kernels, or the CPU."""
+    return k.device if _without_kernels(k, rule) is None else torch.device("cpu")
+
+
+def _without_kernels(k: torch.Tensor, rule: RetentionRule) -> str | None:
+    """Return why the device of keys ``k [.., D]`` has no kernels for a rule, None if it has."""
     if k.device.type != "cuda":
-        return
+        return None
     if rule.rounds is not None:
-        raise ConfigError(
-            "this policy recomputes its scores in rounds, which only a CPU does: move the model to the CPU"
-        )
+        return "this policy recomputes its scores in rounds, which only a CPU does: move the model to the CPU"
     if rule.compresses:
-        raise ConfigError(
-            "this policy compresses prompts at their end, which only a CPU does: move the model to the CPU"
-        )
+        return "this policy compresses prompts at their end, which only a CPU does: move the model to the CPU"
     if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
-        raise ConfigError(
-            "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"
-        )
+        return "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"
     if {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")} != {"triton"}:
-        raise ConfigError(
+        return (
             f"there are no GPU kernels for keys of {k.dtype} and size {k.shape[-1]}: Triton must be there, and takes float32, float16"
             " and bfloat16 of up to 256; change the model's dtype, or move it to the CPU"
         )
+    return None

@@ -55,7 +55,7 @@ def test_all_is_right_and_nothing_is_timed(tmp_path):
     assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
     assert outcome.stdout == (tmp_path / "gpu.log").read_text()
     assert outcome.stdout.splitlines()[-1] == (
-        "16 cases done, 0 cases done before, 0 cases wrong, 1 cases skipped, 0 cases not reached"
+        "17 cases done, 0 cases done before, 0 cases wrong, 1 cases skipped, 0 cases not reached"
     )
     rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
     common = {tuple(row[name] for name in ("machine", "commit", "dtype")) for row in rows}

@@ -44,4 +44,4 @@ def test_slow_kernels_are_named(monkeypatch, capsys):
     # as in an installation without a compiler
     monkeypatch.setitem(sys.modules, "kvpop_vllm._C", None)
     note_kernels()
-    assert capsys.readouterr().err.startswith("policies run on the CPU without C++ kernels, about ten times slower:")
+    assert capsys.readouterr().err.startswith("policies on the CPU have no C++ kernels and are about ten times slower:")

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.layer import check_kernels
+from kvpop_vllm.hf.layer import check_kernels, kernel_device
 from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
 from kvpop_vllm.model_hook import NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
@@ -481,4 +481,5 @@ def test_devices_without_kernels(model, monkeypatch, place, changes, message):
     with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():
         if place == "xpu":
             KVpopCache(model, **STREAMING).begin(model.get_decoder(), keys, None, None)
+        assert kernel_device(keys, rule) == torch.device("cpu" if message else place)
         check_kernels(keys, rule)
