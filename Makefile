@@ -132,8 +132,10 @@ policies: model
 # best four at a greater length, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
 default-policy: OUT := build/default-policy
 default-policy: model
-	@$(BIN)/kvpop calibrate models/SmolLM2-135M-Instruct --out $(OUT)/calibration --policies h2o tova l2norm momentkv $(CALIBRATE_ARGS)
+	@$(BIN)/kvpop calibrate models/SmolLM2-135M-Instruct --out $(OUT)/calibration --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)
 	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 512 --rows 6 $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 1024 --length 4096 \
+	    --rows 6 --best 4 $(BENCH_ARGS)
 	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 1024 --length 8192 \
 	    --rows 6 --best 4 $(BENCH_ARGS)
 	@$(BIN)/python examples/reasoner/compare.py $(OUT)/reasoner --jobs 2

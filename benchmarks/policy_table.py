@@ -9,7 +9,7 @@ at equal allocated bytes if it takes more pages than a plain policy.
 
 With --calibration DIR each policy is measured with the shares and the window of that calibration too, in paired rows.
 --best N measures only the N policies that need no scorer and diverged least in a shorter table of this commit, and the
-window. `make default-policy` runs a calibration, the table at 2,048 tokens, that at 8,192, and the reasoner's
+window. `make default-policy` runs a calibration, the table at 2,048 tokens, those at 4,096 and 8,192, and the reasoner's
 comparison; stopped at any time, it goes on.
 
 With --prompt N the first N tokens of each text are a prompt. It is protected or, under policies that do so,
