@@ -100,7 +100,6 @@ NIGHTLY = {
         "[4B-8-True",
         "[8B-1-False",
         "[8B-8-True-",
-        "'listwise': 1.0}]",  # fails after some other tests of its process (log of 2026-11-29)
     ],
     "distill/test_stream.py": ["test_two_processes_go_on_with_the_stream_of_one"],
     "distill/test_trainer_processes.py": [

@@ -13,13 +13,14 @@ IMPORTS = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
 
 
 def launch(
-    *args, processes: int = 1, file_size: int | None = None, script: str = "train_tiny.py"
+    *args, processes: int = 1, file_size: int | None = None, script: str = "train_tiny.py", seconds: float = 300
 ) -> subprocess.CompletedProcess:  # fmt: skip
     """Run ``train_tiny.main(*args)`` in one process, or in several by torchrun.
 
     Args:
         script: another script in this folder.
         file_size: largest number of bytes that a file may have.
+        seconds: limit, after which it is ended.
     """
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command = [sys.executable, *(torchrun if processes > 1 else []), str(TESTS / "distill" / script)]
@@ -28,7 +29,7 @@ def launch(
         if file_size is not None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
 
-    options = {"timeout": 300, "env": os.environ | {"PYTHONPATH": IMPORTS}, "preexec_fn": limit}
+    options = {"timeout": seconds, "env": os.environ | {"PYTHONPATH": IMPORTS}, "preexec_fn": limit}
     return subprocess.run([*command, *map(str, args)], capture_output=True, text=True, **options)
 
 

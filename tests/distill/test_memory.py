@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill.fake_gpus import TRACKER_SEEN, measured, write_config
+from distill.fake_gpus import TRACKER_SEEN, write_config
 from distill.launching import launch
 from distill.measure_tiny import RECIPE as TINY
 from distill.rows import Rows
@@ -61,6 +61,18 @@ def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:
         )
 
 
+def measured(folder: Path, out: Path, gpus: int, changes: dict) -> dict[str, int]:
+    """Return the bytes of a GPU by kind in a step of the paper's recipe with changes, see :mod:`distill.fake_gpus`."""
+    return bytes_of(launch(folder, out, gpus, json.dumps(changes), script="fake_gpus.py", seconds=1800))
+
+
+def bytes_of(outcome: subprocess.CompletedProcess) -> dict[str, int]:
+    """Return the bytes by kind that a process has printed."""
+    lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
+    assert lines, outcome.stderr[-3000:]
+    return json.loads(lines[0].removeprefix("BYTES"))
+
+
 def check_tracker() -> None:
     """Refuse other versions of torch than those in which the tracker, a private module, was seen."""
     assert torch.__version__.startswith(TRACKER_SEEN), (
@@ -76,8 +88,8 @@ def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, tra
     """The trainer's own code runs a pass at the full shape of Qwen3, with tensors that have no values."""
     check_tracker()
     folder = write_config(tmp_path / size, size)
-    recipe = dataclasses.replace(PAPER, train_base=train_base, micro_batch=rows)
-    measurement = measured(folder, tmp_path / "out", recipe, gpus)
+    changes = {"train_base": train_base, "micro_batch": rows}
+    recipe, measurement = dataclasses.replace(PAPER, **changes), measured(folder, tmp_path / "out", gpus, changes)
     run = Run(Sizes.of(folder, recipe), recipe, gpus)
     compare(run, measurement)
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
@@ -96,7 +108,7 @@ def test_four_layers(tmp_path, size, gpus, changes):
     """Each layer, the embeddings and the output layer are as in the whole model."""
     check_tracker()
     folder, recipe = write_config(tmp_path / size, size, num_hidden_layers=4), dataclasses.replace(PAPER, **changes)
-    measurement = measured(folder, tmp_path / "out", recipe, gpus)
+    measurement = measured(folder, tmp_path / "out", gpus, changes)
     run = Run(Sizes.of(folder, recipe), recipe, gpus)
     compare(run, measurement)
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
@@ -111,10 +123,7 @@ def test_two_processes_take_what_the_model_says(tmp_path):
     """
     check_tracker()
     model = write_tiny_model(tmp_path / "model", "qwen3", hidden=128)
-    outcome = launch(model, tmp_path / "out", processes=2, script="measure_tiny.py")
-    lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
-    assert lines, outcome.stderr[-3000:]
-    measurement = json.loads(lines[0].removeprefix("BYTES"))
+    measurement = bytes_of(launch(model, tmp_path / "out", processes=2, script="measure_tiny.py"))
     run = Run(Sizes.of(model, TINY), TINY, 2)
     lasting = run.lasting()
     for part in ("parameters", "gradients", "optimizer", "teacher"):
