@@ -129,7 +129,7 @@ policies: model
 	@$(BIN)/python benchmarks/policy_table.py $(BENCH_ARGS)
 
 # Hours. What a model without a scorer should be served with: a calibration, all policies with and without its shares, the
-# best four at a greater length, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
+# best four in longer texts, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
 default-policy: OUT := build/default-policy
 default-policy: model
 	@$(BIN)/kvpop calibrate models/SmolLM2-135M-Instruct --out $(OUT)/calibration --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)

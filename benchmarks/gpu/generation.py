@@ -268,7 +268,10 @@ def dense_right(bench: Bench) -> Iterator[dict]:
 
 
 def evaluation_right(bench: Bench) -> Iterator[dict]:
-    """Check that the measures of a row of text are those of the CPU's kernels."""
+    """Check that the measures of a row of random tokens are those of the CPU's kernels, and that no policy runs there.
+
+    Rounding of the weights changes them by 3e-7. `kvpop` and `h2o` differ by a hundredth.
+    """
     setting = Setting(40, 12, None, None) if bench.small else Setting(400, 64, None, None)
     with tiny(bench) as drawn:
         shape = ModelShape.of(drawn.model.name_or_path, setting.length)
@@ -282,12 +285,12 @@ def evaluation_right(bench: Bench) -> Iterator[dict]:
             with ops_take(forced) as calls:
                 measured.append(list(evaluate(model, [row], [setting.length], runs)))
             implementations.append({used for op, used in calls if op == "prefill_chunk"})
-    assert "triton" in implementations[1], f"kernels: {implementations}"
+    assert implementations[1] == {"triton"}, f"kernels: {implementations}"
     for name, expected, record in zip(("dense", "kvpop", "h2o"), *measured, strict=True):
-        common = [measure for measure in ("nll", "kl", "error", "mass") if measure in expected]
+        common = [measure for measure in ("nll", "kl", "error", "mass", "teacher", "hindsight") if measure in expected]
         difference = max(abs(record[measure] / expected[measure] - 1) for measure in common)
-        assert difference < 0.02, f"{name}: {record}, not {expected}"
-        yield bench.row(f"{name}, largest difference of measures", difference, "relative")
+        assert difference < 1e-3, f"{name}: {record}, not {expected}"
+        yield bench.row(f"{name}, largest difference of measures", difference, "relative") | {"dtype": "float32"}
 
 
 def served(bench: Bench) -> Iterator[dict]:

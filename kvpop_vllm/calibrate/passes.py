@@ -112,9 +112,12 @@ class Passes:
 
     @torch.inference_mode()
     def prefill(self, tokens: torch.Tensor, prompt: int, choice: Choice) -> float:
-        """Return the CPU time of a row's pass under a choice over that of a dense pass. It is not kept."""
+        """Return the time of a row's pass under a choice over that of a dense pass. It is not kept."""
+        policy = self.resolve(choice, prompt)
+        if next(self.model.parameters()).device.type == "cuda":  # a first pass compiles kernels
+            self._log_probabilities(tokens, prompt, Served(policy))
         exact = self._log_probabilities(tokens, prompt, Dense())
-        return self._against(exact, tokens, prompt, self.resolve(choice, prompt))["prefill"]
+        return self._against(exact, tokens, prompt, policy)["prefill"]
 
     def _against(self, exact: tuple, tokens: torch.Tensor, prompt: int, policy: ResolvedPolicy) -> dict:
         """Return the measurement of a row under a policy."""

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import NamedTuple
 
 import torch
@@ -388,7 +388,8 @@ class Stages:
         if equal is not None:
             line |= estimate("over equal", losses, equal, units=units)
         line["MiB"] = resolved.request_bytes(plan.length, plan.dtype, plan.prompt or None).allocated / 2**20
-        return line | {"prefill": fmean(record["prefill"] for record in records)}
+        # not the mean: on a GPU the first row compiles kernels
+        return line | {"prefill": median(record["prefill"] for record in records)}
 
     def _over(self, side: str, rows: list, choices: list[Choice]) -> list[list[dict]]:
         """Return measurements of rows, with a progress that counts what is there already."""

@@ -126,10 +126,9 @@ class TransformersBackend(Backend):
         if resolved is not None:
             resolved.check_channel(self.model)
             sizes = {"max_length": self.longest, "seed": resolved.spec.seed, "prompt": resolved.spec.prompt}
-            weight = next(self.model.parameters())
-            keys = weight.new_empty(0, resolved.model.head_dim)
-            devices = {kernel_device(keys, rule) for rule in resolved.rules}
-            device = weight.device if devices == {weight.device} else "cpu"
+            # layers differ in what they keep, not in whether there are kernels for it
+            keys = next(self.model.parameters()).new_empty(0, resolved.model.head_dim)
+            device = kernel_device(keys, resolved.rules[0])
             cache = KVpopCache(self.model, **resolved.settings, **sizes, device=device)
         yield TransformersRun(self.model, cache, self.requests)
 

@@ -26,7 +26,7 @@ def note(line: str) -> None:
 
 
 def note_kernels() -> None:
-    """Print a line if the CPU has no C++ kernels, which policies in rounds need also next to a GPU."""
+    """Print a line if the C++ kernels of the CPU are missing, where some policies run also next to a GPU."""
     try:
         load_extension()
     except ImportError:

@@ -111,9 +111,7 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
     if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
         raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
     if inputs.device.type not in ("cpu", "cuda", "meta"):
-        raise ConfigError(
-            f"there are no kernels of a fixed-size cache for {inputs.device.type}: move the model to a GPU or the CPU"
-        )
+        raise ConfigError(no_kernels(inputs.device))
     if not inputs.shape[1]:
         raise ValueError(
             "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it, or reset() the cache first"
@@ -245,3 +243,8 @@ def _warn_of_reference(dtype: torch.dtype, size: int) -> None:
         " it takes float32 and bfloat16, and sizes that 16 divides: change the model's dtype",
         stacklevel=2,
     )
+
+
+def no_kernels(device: torch.device) -> str:
+    """Return the error of a device of another type than the kernels are for."""
+    return f"there are no kernels of a fixed-size cache for {device.type}: move the model to a GPU or the CPU"

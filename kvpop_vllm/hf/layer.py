@@ -17,6 +17,7 @@ from kvpop_vllm.cache.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.cache.shares import EqualHeads, HeadBudgets
 from kvpop_vllm.cache.step import DecodeRows, RequestBlocks, Span, StepBatch, StepPlan, numbers_of
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf.checks import no_kernels
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -385,7 +386,7 @@ def recording(device: torch.device) -> bool:
 
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
-    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule. A CPU always has."""
+    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule. A CPU and `meta` always have."""
     reason = _without_kernels(k, rule)
     if reason is not None:
         raise ConfigError(reason)
@@ -398,8 +399,10 @@ def kernel_device(k: torch.Tensor, rule: RetentionRule) -> torch.device:
 
 def _without_kernels(k: torch.Tensor, rule: RetentionRule) -> str | None:
     """Return why the device of keys ``k [.., D]`` has no kernels for a rule, None if it has."""
-    if k.device.type != "cuda":
+    if k.device.type in ("cpu", "meta"):
         return None
+    if k.device.type != "cuda":
+        return no_kernels(k.device)
     if rule.rounds is not None:
         return "this policy recomputes its scores in rounds, which only a CPU does: move the model to the CPU"
     if rule.compresses:

@@ -61,7 +61,7 @@ def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:
         )
 
 
-def measured(folder: Path, out: Path, gpus: int, changes: dict) -> dict[str, int]:
+def bytes_of_step(folder: Path, out: Path, gpus: int, changes: dict) -> dict[str, int]:
     """Return the bytes of a GPU by kind in a step of the paper's recipe with changes, see :mod:`distill.fake_gpus`."""
     return bytes_of(launch(folder, out, gpus, json.dumps(changes), script="fake_gpus.py", seconds=1800))
 
@@ -69,7 +69,7 @@ def measured(folder: Path, out: Path, gpus: int, changes: dict) -> dict[str, int
 def bytes_of(outcome: subprocess.CompletedProcess) -> dict[str, int]:
     """Return the bytes by kind that a process has printed."""
     lines = [line for line in outcome.stdout.splitlines() if line.startswith("BYTES")]
-    assert lines, outcome.stderr[-3000:]
+    assert lines and not outcome.returncode, outcome.stderr[-3000:]
     return json.loads(lines[0].removeprefix("BYTES"))
 
 
@@ -89,7 +89,7 @@ def test_the_model_is_what_a_step_of_the_trainer_takes(tmp_path, size, gpus, tra
     check_tracker()
     folder = write_config(tmp_path / size, size)
     changes = {"train_base": train_base, "micro_batch": rows}
-    recipe, measurement = dataclasses.replace(PAPER, **changes), measured(folder, tmp_path / "out", gpus, changes)
+    recipe, measurement = dataclasses.replace(PAPER, **changes), bytes_of_step(folder, tmp_path / "out", gpus, changes)
     run = Run(Sizes.of(folder, recipe), recipe, gpus)
     compare(run, measurement)
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)
@@ -108,7 +108,7 @@ def test_four_layers(tmp_path, size, gpus, changes):
     """Each layer, the embeddings and the output layer are as in the whole model."""
     check_tracker()
     folder, recipe = write_config(tmp_path / size, size, num_hidden_layers=4), dataclasses.replace(PAPER, **changes)
-    measurement = measured(folder, tmp_path / "out", gpus, changes)
+    measurement = bytes_of_step(folder, tmp_path / "out", gpus, changes)
     run = Run(Sizes.of(folder, recipe), recipe, gpus)
     compare(run, measurement)
     assert sum(run.peak()[1].values()) == pytest.approx(measurement["Total"], rel=0.1)

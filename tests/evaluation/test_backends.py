@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation import backends, replay
 from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend, choose
 from kvpop_vllm.evaluation.options import contenders_of
 from kvpop_vllm.evaluation.policies import learned, training_free
@@ -47,6 +47,21 @@ def test_generated_tokens_are_the_oracles(model, backend, h2o, dense):
         assert run.generate([prompt], 3, set()) == [exact[:3]], "a request knows nothing of the one before"
         stop = exact[5]
         assert run.generate([prompt], NEW, {stop}) == [exact[: exact.index(stop)]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_policys_cache_is_where_its_kernels_are(backend, h2o, monkeypatch, device):
+    """The device follows from the model's keys and the policy's rule."""
+    asked_for = []
+
+    def kernel_device(keys, rule):
+        asked_for.append((keys.device, keys.dtype, keys.shape[-1], rule))
+        return torch.device(device)
+
+    monkeypatch.setattr(backends, "kernel_device", kernel_device)
+    with backend.start(h2o[0]) as run:
+        assert run.cache.device == torch.device(device)
+    assert asked_for == [(torch.device("cpu"), torch.float32, backend.shape.head_dim, h2o[0].rules[0])]
 
 
 def test_draws_follow_the_seed(backend):

@@ -478,8 +478,8 @@ def test_devices_without_kernels(model, monkeypatch, place, changes, message):
     rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), **options)
     shape = (1, 2, 5, settings["size"])
     keys = SimpleNamespace(device=torch.device(place), dtype=settings["dtype"], shape=shape, requires_grad=False)
+    assert kernel_device(keys, rule) == torch.device("cpu" if message else place)
     with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():
         if place == "xpu":
             KVpopCache(model, **STREAMING).begin(model.get_decoder(), keys, None, None)
-        assert kernel_device(keys, rule) == torch.device("cpu" if message else place)
         check_kernels(keys, rule)
