@@ -47,11 +47,11 @@ PARTS = {
 """Parts of the tracker that are several of the memory model."""
 
 
-def compare(run: Run, measurement: dict[str, int], parts=tuple(KINDS)) -> None:
+def compare(run: Run, measurement: dict[str, int]) -> None:
     """Compare the memory model with a measurement, part by part; below 1% of all a part is as good as nothing."""
     moment, counted = run.peak()
-    for part in parts:
-        expected = sum(measurement.get(kind, 0) for kind in KINDS[part])
+    for part, kinds in KINDS.items():
+        expected = sum(measurement.get(kind, 0) for kind in kinds)
         count = sum(counted.get(name, 0) for name in PARTS.get(part, (part,)))
         assert count == pytest.approx(expected, rel=0.1, abs=0.01 * measurement["Total"]), (
             part,
