@@ -21,7 +21,7 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences, units_of
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
-from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.tasks import CHARACTERS
 from kvpop_vllm.model_shape import ModelShape, vocabulary_of
 
@@ -64,6 +64,8 @@ class Cells:
         text = sentences([o.haystack], "all", CHARACTERS * o.length)
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
+        with self.backend.start(None) as run:
+            self.exact = [replay.predictions(run, row) for row in self.rows]
 
     def setting(self, spec, budget: int | None, equal: str):
         """Return the setting of a row, None if the row would equal another one, or is not asked for.
@@ -87,7 +89,7 @@ class Cells:
         """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
-        values = self.read(resolved, setting)
+        values = self.read(resolved)
         if not self.passes(resolved, key, values["kl_before"]):
             return None
         about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
@@ -98,7 +100,7 @@ class Cells:
         """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
-        before = statistics.mean(self.kl_before(resolved, row) for row in self.rows)
+        before = self.read(resolved)["kl_before"]
         return self._row(key, self.speed(resolved), begin) if self.passes(resolved, key, before) else None
 
     def passes(self, resolved, key: dict, before: float) -> bool:
@@ -122,31 +124,26 @@ class Cells:
         say(f"{key['policy']}, B = {key['budget'] or 'all'}, equal {key['equal']}: {shown}")
         return key | {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
 
-    def read(self, resolved, setting) -> dict:
+    def read(self, resolved) -> dict:
         """Return means over rows of text.
 
-        They are ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token,
-        and ``kl_before``, the divergence over as many tokens as every head can hold.
+        They are ``perplexity``, ``kl`` in nats a token, and ``kl_before``, the divergence over as many tokens as every
+        head can hold. ``kls`` are the divergences of the rows, ``units`` their documents.
         """
-        records = []
-        runs = [] if resolved is None else [(resolved, [setting])]
-        for row in self.rows:
-            *_, last = evaluate(self.backend.model, [row], [self.options.length], runs, recall=False)
-            records.append(last | {"kl_before": self.kl_before(resolved, row)})
-        names = ("error", "nll", "kl", "kl_before")
-        means = {name: statistics.mean(record.get(name, 0.0) for record in records) for name in names}
-        kls = " ".join(f"{record['kl']:.6g}" for record in records) if runs else ""
-        about = {"kls": kls, "units": " ".join(map(str, self.units)) if runs else ""}
-        return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means | about
-
-    def kl_before(self, resolved, row: torch.Tensor) -> float:
-        """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""
-        if resolved is None:
-            return 0.0
-        first = max(2, resolved.smallest_budget)
-        with self.backend.start(None) as dense, self.backend.start(resolved) as run:
-            inexact, exact = replay.predictions(run, row[:first]), replay.predictions(dense, row[:first])
-            return replay.compare(inexact, row[:first], exact, first)["kl"]
+        first = max(2, resolved.smallest_budget) if resolved else self.options.length
+        with self.backend.start(resolved) as run:
+            measures = [
+                replay.token_measures(replay.predictions(run, row) if resolved else exact, row, exact)
+                for row, exact in zip(self.rows, self.exact, strict=True)
+            ]
+        kls = [row["kl"].mean().item() for row in measures]
+        return {
+            "perplexity": math.exp(statistics.mean(row["nll"].mean().item() for row in measures)),
+            "kl": statistics.mean(kls),
+            "kl_before": statistics.mean(row["kl"][: first - 1].mean().item() for row in measures),
+            "kls": " ".join(f"{kl:.6g}" for kl in kls) if resolved else "",
+            "units": " ".join(map(str, self.units)) if resolved else "",
+        }
 
     def needles_found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""

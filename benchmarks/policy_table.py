@@ -1,7 +1,7 @@
 """Table of all registered policies, cost and quality: `make policies`.
 
-On held-out text, at each budget B, it gives the error of attention outputs on the dense model's queries,
-perplexity and divergence from dense under the policy, and needles found (RULER's wording). Then, in minutes
+On held-out text, at each budget B, it gives perplexity and divergence from dense under the policy, and needles
+found (RULER's wording). Then, in minutes
 that need a quiet machine, it gives the time of a decode step of the serving kernel alone (attention, scorer
 and cache of all layers, without the model's matrix products and without gates), in turn with the same kernel
 keeping everything. Each policy has its defaults of serving. It is measured at equal k and, for B >= 512, also
@@ -305,23 +305,21 @@ def stored_rows(options, part: str) -> dict[tuple, dict]:
 
 
 def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
-    """Return a Markdown table with a line for each row of quality, by budget and error.
+    """Return a Markdown table with a line for each row of quality, by budget and divergence.
 
     A line that holds for equal bytes too says so. Commits are those of the row and, if different, of its
     times.
     """
-    head = "B | policy | equal | k | KiB | error of outputs | perplexity | KL | KL over equal shares"
+    head = "B | policy | equal | k | KiB | perplexity | KL | KL over equal shares"
     head += " | needles, exact (partial) | commit"
-    lines = [f"| {head} | ms per step | dense / it |", "|---" * 13 + "|"]
+    lines = [f"| {head} | ms per step | dense / it |", "|---" * 12 + "|"]
     stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
         alike = [int(plain_row["allocated_bytes"]) for plain_row in stateless if plain_row["budget"] == row["budget"]]
         size, plain = int(row["allocated_bytes"]), statistics.mode(alike) if alike else 0
         same_bytes = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
         equal = "k, bytes" if same_bytes and row["equal"] == "k" else row["equal"] if row["budget"] else ""
-        error, perplexity, kl, exact, partial = (
-            float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")
-        )
+        perplexity, kl, exact, partial = (float(row[name]) for name in ("perplexity", "kl", "exact", "partial"))
         commits, times, losses = row["commit"], "| |", losses_of(row)
         interval = span(estimate("kl", *losses[:1], units=losses[1]), "kl") if losses[0] else ""
         over = ""
@@ -336,7 +334,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
             times = "{:.2f} | {:.2f} ({:.2f} to {:.2f}) |".format(ms, *ratios)
             commits = ", ".join(dict.fromkeys((commits, time["commit"])))
         lines.append(
-            f"| {row['budget'] or 'all'} | {row['policy']} | {equal} | {row['topk']} | {size / 1024:,.0f} | {error:.3f} "
+            f"| {row['budget'] or 'all'} | {row['policy']} | {equal} | {row['topk']} | {size / 1024:,.0f} "
             f"| {perplexity:.2f} | {kl:.4f}{interval} | {over} | {exact:.2f} ({partial:.2f}) | {commits} | {times}"
         )
     machines = {f"Times on {row['machine']}, {row['cores']} cores." for row in steps.values()}
@@ -361,7 +359,7 @@ def like(row: dict, candidate: dict, named: dict) -> bool:
 
 def order(row: dict) -> tuple:
     """Return the sort key of a line."""
-    return int(row["budget"] or 0), row["equal"] == "bytes", float(row["error"])
+    return int(row["budget"] or 0), row["equal"] == "bytes", float(row["kl"])
 
 
 if __name__ == "__main__":

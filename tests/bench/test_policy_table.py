@@ -55,22 +55,22 @@ def bench(folder, tmp_path, monkeypatch, capsys):
 
 
 def test_the_table_of_the_document_is_that_of_the_records(monkeypatch, capsys):
-    """Its command prints each of its rows of quality: KL, perplexity, error, and needles of twenty."""
+    """Its command prints each of its rows of quality: KL, perplexity, and needles of twenty."""
     document = (record.ROOT / "docs" / "benchmarks.md").read_text()
     words = re.search(r"policy_table.py (--table .* [0-9a-f]{7})`", document)[1].split()
     monkeypatch.setattr(sys, "argv", ["policy_table.py", *words, "--model", str(harness.DEMO_MODEL)])
     assert policy_table.main() == 0
     printed = [[cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()]
     records = {}
-    for b, policy, _, _, _, error, perplexity, kl, _, needles, *_ in (row for row in printed if len(row) > 9):
+    for b, policy, _, _, _, perplexity, kl, _, needles, *_ in (row for row in printed if len(row) > 9):
         if b == "512":  # one policy may have rows of several commits
             exact = round(20 * float(needles.split()[0]))
-            records.setdefault(policy, []).append([float(kl), float(perplexity), float(error), exact])
+            records.setdefault(policy, []).append([float(kl), float(perplexity), exact])
     rows = document.split("| policy | KL, nats per token |")[1].split("\n\n")[0].splitlines()[2:]
     for row in rows:
-        policy, *numbers = (cell.strip().strip("`") for cell in row.split("|")[1:6])
+        policy, *numbers = (cell.strip().strip("`") for cell in row.split("|")[1:5])
         if policy != "dense":
-            rounding = (0.0006, 0.06, 0.0006, 0)  # the script prints a digit or two more
+            rounding = (0.0006, 0.06, 0)  # the script prints a digit or two more
             assert any(
                 all(abs(float(a) - b) <= unit for a, b, unit in zip(numbers, measured, rounding, strict=True))
                 for measured in records[policy]
@@ -103,10 +103,10 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench):
     assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in output.out
     assert "left out: kvpop-mlp needs a scorer" in output.out
     dense, *measured = rows
-    assert status == 0 and dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
+    assert status == 0 and dense["policy"] == "dense" and float(dense["kl"]) == float(dense["kl_before"]) == 0
     assert {row["policy"] for row in measured} == names and len(measured) == len(names)
     for row in measured:
-        assert float(row["kl"]) > 0.05 > float(row["kl_before"]) and 0 < float(row["error"]) < 2
+        assert float(row["kl"]) > 0.05 > float(row["kl_before"])
         assert [row[name] for name in ("commit", "budget", "equal", "text")] == ["abc", "128", "k", "text"]
     assert [row["policy"] for row in times] == [row["policy"] for row in rows if row["policy"] not in ("vase", "rkv")]
     assert "not timed: vase makes its scores every so many steps" in output.out
@@ -135,7 +135,7 @@ def test_rows_are_taken_over_from_the_same_commit_only(bench, monkeypatch):
         rows, times = after, late
     for chosen, commits in {"abc": "abc", "def abc": "def", "ghi def": "ghi, def", "ghi": "ghi"}.items():
         output = bench("--table", "--budget", "128", "--commit", *chosen.split())[3]
-        assert [line[10] for line in table_of(output)[2:]] == [commits] * 2
+        assert [line[9] for line in table_of(output)[2:]] == [commits] * 2
         assert output.out.count("Times on ") == (chosen != "ghi")
 
 
@@ -245,7 +245,7 @@ def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, t
     assert len(losses["h2o"]) == 9 and len(set(rows_of["h2o"]["units"].split())) > 8
     line = next(line for line in table_of(output) if line[1] == "h2o, calibrated")
     ratio = sum(losses["h2o, calibrated"]) / sum(losses["h2o"])
-    assert line[8].startswith(f"{ratio:.2f} (") and " to " in line[7]
+    assert line[7].startswith(f"{ratio:.2f} (") and " to " in line[6]
     best = min(("h2o", "streaming-llm"), key=lambda name: min(float(rows_of[n]["kl"]) for n in (name, name + SHARED)))
     words = (*words, "--length", "600", "--budget", "100", "--best", "1", "--from", "700", "128")
     status, rows, _, _ = bench(*words)
