@@ -17,7 +17,7 @@ from transformers.generation import TopPLogitsWarper
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.layer import kernel_device
+from kvpop_vllm.hf.devices import kernel_device
 from kvpop_vllm.model_hook import CACHE_NAME, LOCAL, Dense, borrow_channel, decoder_of, load_model, show_hidden_states
 from kvpop_vllm.model_shape import ModelShape, borrows_channel, kinds_of
 from kvpop_vllm.supported import FULL

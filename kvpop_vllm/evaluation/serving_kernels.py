@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.hf.layer import LayerRows, kernel_device
+from kvpop_vllm.hf.devices import kernel_device
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.model_hook import GateInputs
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf.devices import no_kernels
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.model_hook import attention_blocks, decoder_of
 from kvpop_vllm.model_shape import positions_of, rotations
@@ -243,8 +244,3 @@ def _warn_of_reference(dtype: torch.dtype, size: int) -> None:
         " it takes float32 and bfloat16, and sizes that 16 divides: change the model's dtype",
         stacklevel=2,
     )
-
-
-def no_kernels(device: torch.device) -> str:
-    """Return the error of a device of another type than the kernels are for."""
-    return f"there are no kernels of a fixed-size cache for {device.type}: move the model to a GPU or the CPU"

@@ -7,7 +7,8 @@ import torch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf.checks import warn_of_reference
-from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels
+from kvpop_vllm.hf.devices import check_kernels
+from kvpop_vllm.hf.layer import LayerPages, SequenceLengths
 from kvpop_vllm.hf.local_layers import LocalLayer
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.hf.layer import check_kernels, kernel_device
+from kvpop_vllm.hf.devices import check_kernels, kernel_device
 from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
 from kvpop_vllm.model_hook import NAME
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
