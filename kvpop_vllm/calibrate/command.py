@@ -63,10 +63,10 @@ def _add_policies(command) -> None:
     )
     command.add_argument(
         "--policies",
-        nargs="+",
-        default=[],
+        nargs="*",
         metavar="NAME",
-        help="further policies of the report, which streaming-llm is in (default: none; those that read token by token take long)",
+        help="further policies of the report, which streaming-llm is in (default: triattention, but none with --policy, --scorer or"
+        " a GPU; those that read token by token take long)",
     )
     command.add_argument(
         "--policy",
@@ -118,7 +118,8 @@ def options_of(options) -> Options:
     chosen |= {} if options.rounds is None else {"rounds": options.rounds}
     chosen |= {"unit": options.shares, "protect": options.protect_prompt}
     # descending, since the middle one is recommended
-    chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True)), "policies": tuple(options.policies)}
+    chosen |= {"budgets": tuple(sorted(set(options.budget or ()), reverse=True))}
+    chosen |= {} if options.policies is None else {"policies": tuple(options.policies)}
     chosen |= {"ranks": options.tensor_parallel_size, "stages": options.pipeline_parallel_size}
     out = options.out or f"{options.scorer}/calibration"
     return Options(model_folder(options.model), out, tuple(options.data), **chosen)

@@ -12,8 +12,9 @@ from kvpop_vllm import policies
 from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, PolicySettings, resolve_retention
-from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.evaluation.output import note
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.base import GATED
@@ -48,6 +49,8 @@ SHORTLIST = 3
 """Tables of shares that are tried on the kernels of serving; under a policy other than :data:`PROBE` those that are improved."""
 SERVED = 0.9
 """Time of a pass under a policy, over that of a dense pass, as progress counts it."""
+FURTHER = "triattention"
+"""Policy that is in a report besides :data:`PROBE` by default: it reads prompts in chunks too."""
 AGAIN = 1.7
 """Time of a query that runs again, over that of a token of a dense pass: it attends to the whole row."""
 
@@ -62,7 +65,7 @@ class Options:
         data: files and folders of text, empty for the text of this package.
         unit: ``layer`` or ``head``.
         policy: name of the policy that decides about shares, None for the scorer's, else :data:`PROBE`.
-        policies: names of further policies of the report.
+        policies: names of further policies of the report, None for those of :func:`further_policies`.
         scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
         budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
@@ -79,7 +82,7 @@ class Options:
     data: tuple[str, ...] = ()
     unit: str = "layer"
     policy: str | None = None
-    policies: tuple[str, ...] = ()
+    policies: tuple[str, ...] | None = None
     scorer: str | None = None
     budgets: tuple[int, ...] = ()
     length: int = LENGTH
@@ -91,17 +94,25 @@ class Options:
     stages: int = 1
 
 
+def further_policies(options: Options) -> tuple[str, ...]:
+    """Return the names of further policies of a report: by default :data:`FURTHER`, on a CPU and under :data:`PROBE`."""
+    if options.policies is not None:
+        return options.policies
+    # next to a GPU its attention would run on the host, which takes long
+    return () if options.policy or options.scorer or default_device().type != "cpu" else (FURTHER,)
+
+
 def specs_of(options: Options) -> dict[str, PolicySpec]:
     """Return the policies of a report by name, first the one that decides."""
     specs = [] if options.scorer is None else [_of_scorer(options)]
     named = [("--policy", options.policy)] if options.policy and not specs else []
-    named += [("--policies", name) for name in options.policies]
+    named += [("--policies", name) for name in further_policies(options)]
     for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {end}")
-    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *options.policies]
+    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *further_policies(options)]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
 
@@ -183,7 +194,7 @@ class Plan:
 
     def _check_budgets(self) -> None:
         """Check that every policy can have every budget, before anything is measured."""
-        for spec, budget in itertools.product(self.specs.values(), self.budgets):
+        for spec, budget in itertools.product([*self.specs.values()], self.budgets):
             if not policies.get(spec.policy).calibrated:
                 spec.resolve(self.shape, budget)
                 continue
@@ -192,7 +203,15 @@ class Plan:
             try:
                 resolve_retention(settings, self.length, None, sinks=cls.default_sinks, window=cls.default_window)
             except ConfigError as error:
-                raise ConfigError(f"{spec.name}: {str(error).replace('--kv-', '--')}") from None
+                self.leave_out(ConfigError(f"{spec.name}: {str(error).replace('--kv-', '--')}"))
+                return
+
+    def leave_out(self, reason: ConfigError) -> None:
+        """Leave the policy with statistics out, or raise the reason if it was asked for."""
+        if any(policies.get(name).calibrated for name in (self.decides, *(self.options.policies or ()))):
+            raise reason
+        del self.specs[FURTHER]
+        note(f"{FURTHER} is left out: {reason}")
 
     def _shards(self) -> list[Shard]:
         """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""

@@ -71,8 +71,10 @@ def calibrate(options: Options) -> dict:
 def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
     """Write the statistics of the model's queries that ``triattention`` needs, unless they are there.
 
+    Without them policies that need them are left out, unless they were asked for.
+
     Raises:
-        ConfigError: there are none of this model, and the policy is to be measured.
+        ConfigError: there are none of this model, and a policy that was asked for needs them.
     """
     if (out / CONFIG_NAME).is_file():
         return
@@ -80,8 +82,9 @@ def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
         write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured)))
     except ConfigError as error:
         if any(spec.calibration for spec in plan.specs.values()):
-            raise
-        note(f"no statistics for triattention: {error}")
+            plan.leave_out(error)
+        else:
+            note(f"no statistics for triattention: {error}")
 
 
 def _loaded(plan: Plan) -> torch.nn.Module:

@@ -43,6 +43,22 @@ def test_models_calibrate_without_code(calibrated, kind, unit):
     assert output.splitlines()[-1] == report["command"]
 
 
+def test_triattention_is_in_the_report_by_default(kvpop):
+    """It is left out where a budget is too small for it, unless it was asked for."""
+    words = "calibrate", "qwen3", "--data", "text.jsonl", "--rows", "8", "--threads", "1", "--out"
+    status, _, errors = kvpop(*words, "further", "--length", "320", "--budget", "180", "160", "150")
+    assert status == 0 and "left out" not in errors, errors
+    lines, calibration = json.loads(Path("further/report.json").read_text())["lines"], read_calibration("further")
+    assert {line["policy"] for line in lines} == {"streaming-llm", "triattention"}
+    best = min((line for line in lines if line["budget"] == 160), key=lambda line: line["kl"])
+    assert (calibration.policy, calibration.budget) == (best["policy"], 160) and best["shares"] != "equal"
+    status, output, errors = kvpop(*words, "small", "--length", "128", "--dry-run")
+    assert status == 0 and "triattention is left out: triattention: a budget of 64 is too small" in errors, errors
+    refused(
+        kvpop, " ".join((*words, "small", "--length", "128", "--policies", "triattention")), "a budget of 64 is too"
+    )
+
+
 def test_a_stopped_call_goes_on(calibrated, kvpop):
     before, _, _ = calibrated("qwen3")
     path = Path("qwen3-layer", "measured.jsonl")

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from distill.typed import refused
 from engine.driving import Job
 from engine.kinds import Served, serving
 from engine.tiny_engine import PROMPTS, complete, configure, running
@@ -97,6 +98,19 @@ def test_layers_of_the_policy_are_calibrated(calibrated, kind, unit):
     ((resolved, _),) = resolve_all([(training_free("streaming-llm"), setting)], shape, torch.float32)
     assert line["MiB"] * 2**20 == resolved.request_bytes(128, torch.float32).allocated
     assert {line["policy"] for line in lines} == {"streaming-llm", "l2norm"}
+
+
+def test_a_model_without_rotation_has_no_statistics(folder, run_kvpop, monkeypatch):
+    """A policy that needs them is left out by default, and an error if it was asked for."""
+    monkeypatch.chdir(folder)
+    words = "calibrate nemotron_h --data text.jsonl --length 320 --budget 160 --rows 8 --threads 1 --out unrotated"
+    status, _, errors = run_kvpop(*words.split())
+    assert status == 0 and "triattention is left out: " in errors, errors
+    assert read_calibration("unrotated").policy == "streaming-llm"
+    shutil.rmtree("unrotated")
+    refused(
+        run_kvpop, f"{words} --policies triattention", "layers of this model have different rotary embeddings, or none"
+    )
 
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "triattention"])
