@@ -25,8 +25,8 @@ from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.tasks import CHARACTERS
 from kvpop_vllm.model_shape import ModelShape, vocabulary_of
 
-SAME = 0.02
-"""Divergence in nats a token that bfloat16 rounding may cause before anything is evicted; 0.002 is usual."""
+SAME = 1e-4
+"""Divergence in nats a token that rounding may cause before anything is evicted."""
 EQUAL_BYTES_FROM = 512
 STEPS, WARM_UP = 8, 2
 """Decode steps of a turn, and before the first turn."""
@@ -37,6 +37,9 @@ class Cells:
 
     Args:
         options: options of `benchmarks/policy_table.py`.
+
+    Attributes:
+        dtype: dtype of the cache that bytes and times are of.
     """
 
     def __init__(self, options):
@@ -63,7 +66,8 @@ class Cells:
             self.rows += [row.tokens for row in rows]
         text = sentences([o.haystack], "all", CHARACTERS * o.length)
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
-        self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
+        # not the cache's dtype, whose rounding costs 0.002 nats, as much as some policies do
+        self.backend = TransformersBackend(o.model_folder, torch.float32, o.length)
         with self.backend.start(None) as run:
             self.exact = [replay.predictions(run, row) for row in self.rows]
 

@@ -1,7 +1,7 @@
 """Table of all registered policies, cost and quality: `make policies`.
 
 On held-out text, at each budget B, it gives perplexity and divergence from dense under the policy, and needles
-found (RULER's wording). Then, in minutes
+found (RULER's wording), by a model in float32. Bytes are those of a cache in bfloat16. Then, in minutes
 that need a quiet machine, it gives the time of a decode step of the serving kernel alone (attention, scorer
 and cache of all layers, without the model's matrix products and without gates), in turn with the same kernel
 keeping everything. Each policy has its defaults of serving. It is measured at equal k and, for B >= 512, also
