@@ -29,6 +29,7 @@ CURVES = {
     "kvpop": ("#0072B2", "-", "o"),
     "kvpop, model trained too": ("#56B4E9", "--", "s"),
     "h2o": ("#009E73", "-.", "^"),
+    "triattention": ("#CC79A7", "--", "D"),
     "streaming-llm": ("#D55E00", "-", "v"),
 }
 """Colour, line style and marker of each curve. Colours are of the palette of Okabe and Ito."""
@@ -139,7 +140,7 @@ def draw(drawing, rows: list[dict], answers: dict[str, dict[float, tuple[float, 
 def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     """Return the exact answers of each curve at equal k, and of the dense model, by compression.
 
-    Heads have shares where some were found that are better than equal ones.
+    Of several rows with a name, as with equal shares and those that were found, the one with the most answers counts.
 
     Args:
         path: file written by ``examples/reasoner/compare.py``.
@@ -153,14 +154,14 @@ def read_answers(path: Path) -> dict[str, dict[float, tuple[float, ...]]]:
     advice = "write it with examples/reasoner/compare.py"
     curves: dict[str, dict[float, tuple[float, ...]]] = {}
     rows = _rows(path, {"policy", "equal", "compression", *SHARES}, advice)
-    # rows with shares come last, those of policies trained with them at the end, and take the place of the others
-    for line, row in sorted(rows, key=lambda numbered: numbered[1]["policy"].partition(", ")[2]):
+    for line, row in rows:
         if row["equal"] == "k" or row["policy"] == "dense":
             place = f"{path}, line {line}"
             shares = tuple(_number(row[name], f"{place}, {name}", minimum=0) for name in SHARES)
             policy = row["policy"].partition(", ")[0]
-            name = NAMES.get(policy, policy)
-            curves.setdefault(name, {})[_number(row["compression"], f"{place}, compression")] = shares
+            curve = curves.setdefault(NAMES.get(policy, policy), {})
+            compression = _number(row["compression"], f"{place}, compression")
+            curve[compression] = max(shares, curve.get(compression, shares))
     if 1 not in curves.get("dense", ()):
         raise ConfigError(f"{path} holds no answers of the dense model: {advice}")
     return curves

@@ -107,6 +107,7 @@ def test_names_exist():
     assert [name.strip("`") for name, *_ in readme.table("`--kv-policy`")] == [
         "kvpop",
         "kvpop-mlp",
+        "triattention",
         "h2o",
         "streaming-llm",
         "snapkv",
@@ -169,7 +170,7 @@ def test_results_are_the_recorded_ones():
         "KV memory of these requests, MiB": [f"{decode[8, 7500, n]['kv_bytes'] / 2**20:,.0f}" for n in names],
         "decode step, 1 request of 1,000 tokens (below B), ms": [f"{decode[1, 1000, n]['step_ms']:.1f}" for n in names],
         "prefill of 7,500 tokens, tokens per second": [f"{rates[n]:.0f}" for n in names],
-        "problems solved of 128, B an eighth of a solution": [f"{128 * share[0]:.0f}" for share in solved],
+        "problems solved of 256, B an eighth of a solution": [f"{256 * share[0]:.0f}" for share in solved],
         "divergence on text of 8,192 tokens, nats per token": [
             "0",
             f"{divergence('shipped-scorer-shares.jsonl', 8192, 'streaming-llm'):.4f}",
@@ -181,21 +182,61 @@ def test_results_are_the_recorded_ones():
 
 
 def solved_problems(file: str) -> dict[tuple[str, str, str], str]:
-    """Return the exact answers of 128 problems in a file, by policy, equality and compression."""
+    """Return the problems that were solved exactly, means over trainings, by policy, equality and compression."""
     return {
-        (row["policy"], row["equal"], row["compression"]): f"{128 * float(row['exact']):.0f}" for row in csv_rows(file)
+        (row["policy"], row["equal"], row["compression"]): f"{int(row['problems']) * float(row['exact']):.0f}"
+        for row in csv_rows(file)
     }
+
+
+TRAINED = {
+    "trained base": ("kvpop{}", 12),
+    "frozen base": ("kvpop{}-frozen-base", 8),
+}
+"""Names of trained policies in records, and the compression whose shares they were trained with."""
+
+
+def recorded_name(policy: str, words: str) -> str:
+    """Return the name in records of a policy that a document describes by some words."""
+    if words not in TRAINED:
+        return policy + {"own shares": ", shares", "equal shares": ""}[words]
+    name, compression = TRAINED[words]
+    return f"{name.format(policy.removeprefix('kvpop'))}, trained with shares of {compression} times"
 
 
 def test_the_table_of_long_reasoning_is_the_recorded_one():
     answers, page = solved_problems("reasoning/answers.csv"), (ROOT / "docs/benchmarks.md").read_text()
-    rows = re.findall(r"^\| `([a-z0-9-]+)` \| (trained|frozen) \| (found|equal) ((?:\| [-0-9]+ ){5})\|$", page, re.M)
-    assert len(rows) == 14
-    for policy, base, shares, cells in rows:
-        frozen = "-frozen-base" if base == "frozen" and policy.startswith("kvpop") else ""
-        name = policy + frozen + (", shares" if shares == "found" else "")
-        recorded = [answers.get((name, "k", compression), "-") for compression in ("2", "4", "6", "8", "12")]
+    rows = re.findall(r"^\| `([a-z0-9-]+)`, ([a-z ]+) \| (k|bytes) ((?:\| [-0-9]+ ){6})\|$", page, re.M)
+    assert {policy for policy, *_ in rows} == {"kvpop", "kvpop-mlp", "h2o", "triattention", "streaming-llm"}
+    for policy, words, equal, cells in rows:
+        name = recorded_name(policy, words)
+        recorded = [answers.get((name, equal, str(compression)), "-") for compression in (2, 4, 6, 8, 12, 16)]
         assert [cell.strip() for cell in cells.split("|")[1:]] == recorded, name
+
+
+def test_the_tables_of_evidence_are_the_recorded_ones():
+    """Each table of the page has the cells of the summary that the comparison wrote, with their intervals."""
+
+    def tables(text: str) -> dict[str, dict[tuple[str, ...], list[str]]]:
+        found = {}
+        for title, table in re.findall(r"(?m)^(?:### )?([A-Z][^\n|]+?):?\n\n((?:\|.*\n)+)", text):
+            rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()]
+            found[title] = {(row[0], row[1]): [cell for cell in row[2:] if cell not in ("", "-")] for row in rows[2:]}
+        return found
+
+    recorded = tables((RESULTS / "reasoning/summary.md").read_text())
+    shown = tables((ROOT / "docs/evidence.md").read_text())
+    names = {
+        "Exact answers over dense's": "Exact answers over those of the dense model",
+        "Exact answers of each training": "Exact answers of each training",
+        "Bytes of a dense request over those of a request, prompts included": "",
+    }
+    assert shown.keys() >= names.keys()
+    for title, name in names.items():
+        for (words, equal), cells in shown[title].items():
+            policy, end, rest = re.fullmatch(r"`([a-z0-9-]+)`, ([a-z ]+)((?:, .*)?)", words).groups()
+            key = recorded_name(policy, end) + rest, "" if equal == "-" else equal
+            assert cells == recorded[name or title][key], (title, words)
 
 
 def test_the_table_of_equal_shares_is_the_recorded_one():
