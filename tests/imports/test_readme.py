@@ -218,11 +218,13 @@ def test_the_tables_of_evidence_are_the_recorded_ones():
     """Each table of the page has the cells of the summary that the comparison wrote, with their intervals."""
 
     def tables(text: str) -> dict[str, dict[tuple[str, ...], list[str]]]:
-        found = {}
+        by_title = {}
         for title, table in re.findall(r"(?m)^(?:### )?([A-Z][^\n|]+?):?\n\n((?:\|.*\n)+)", text):
             rows = [[cell.strip() for cell in line.strip("|\n ").split("|")] for line in table.splitlines()]
-            found[title] = {(row[0], row[1]): [cell for cell in row[2:] if cell not in ("", "-")] for row in rows[2:]}
-        return found
+            by_title[title] = {
+                (row[0], row[1]): [cell for cell in row[2:] if cell not in ("", "-")] for row in rows[2:]
+            }
+        return by_title
 
     recorded = tables((RESULTS / "reasoning/summary.md").read_text())
     shown = tables((ROOT / "docs/evidence.md").read_text())
@@ -234,8 +236,8 @@ def test_the_tables_of_evidence_are_the_recorded_ones():
     assert shown.keys() >= names.keys()
     for title, name in names.items():
         for (words, equal), cells in shown[title].items():
-            policy, end, rest = re.fullmatch(r"`([a-z0-9-]+)`, ([a-z ]+)((?:, .*)?)", words).groups()
-            key = recorded_name(policy, end) + rest, "" if equal == "-" else equal
+            policy, base, ending = re.fullmatch(r"`([a-z0-9-]+)`, ([a-z ]+)((?:, .*)?)", words).groups()
+            key = recorded_name(policy, base) + ending, "" if equal == "-" else equal
             assert cells == recorded[name or title][key], (title, words)
 
 
