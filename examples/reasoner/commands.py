@@ -51,6 +51,7 @@ class Comparison:
         trainings: how often each scorer, as it is trained last, is trained, each time with another seed.
         test: options of `kvpop eval` for the test problems alone, by name; a size takes the place of ``size``.
         earlier: folder of an earlier comparison's calibrations, with whose shares scorers are trained, or None.
+        compressions: those at which the test problems are solved, None for all.
 
     Attributes:
         seconds: how long commands took, by the name of their action.
@@ -72,6 +73,7 @@ class Comparison:
         trainings: int = 1,
         test: dict[str, float] | None = None,
         earlier: Path | None = None,
+        compressions: Iterable[int] | None = None,
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.seed, self.untrained, self.shares = seed, tuple(untrained), tuple(shares)
@@ -82,6 +84,7 @@ class Comparison:
         self.problems, self.records = folder / "problems.jsonl", folder / f"records{self.suffix}"
         self.validation, self.calibrations = folder / "validation.jsonl", folder / "calibrations"
         self.earlier = earlier
+        self.compressions = contenders.all_compressions() if compressions is None else tuple(compressions)
         # windows are chosen once, whatever the test problems are
         self.windows = folder / "records"
         for records in (self.records, self.windows):
@@ -168,13 +171,19 @@ class Comparison:
             name: name of the policy here.
             words: model and policy.
         """
-        for use in contenders.uses_of(name):
+        for use in self._uses(name):
             out, shares = self._shared(name, use), self._shares_options(name, use)
             if not shares:
                 self.cells.pop(out, None)
             elif not self._has(out, options := [*words, *shares], self.rows):
                 options += ["--no-dense"] if out != self._solved(name) or words[1] == self.model else []
                 yield self._evaluation(out, [*options, "--rows", self.rows])
+
+    def _uses(self, name: str) -> Iterator[contenders.Use]:
+        """Yield where a policy's shares are used, for the compressions at which the test problems are solved."""
+        for use in contenders.uses_of(name):
+            if compressions := tuple(c for c in use.compressions if c in self.compressions):
+                yield use._replace(compressions=compressions)
 
     def _shares_options(self, name: str, use: contenders.Use) -> list:
         """Return the options of `kvpop eval` for a policy with the shares that were found for a use.
@@ -294,7 +303,7 @@ class Comparison:
 
     def _expect_shares(self, name: str) -> None:
         """Note the commands about a policy's shares. What is there already is judged before anything runs."""
-        for use in contenders.uses_of(name):
+        for use in self._uses(name):
             solved, folder = self._shared(name, use), self.calibrations / f"{name}-{use.measured}"
             if not (folder / NAME).exists():
                 self.cells[folder] = "calibrate"
@@ -327,11 +336,11 @@ class Comparison:
         """Yield the commands of a trained policy: training, and what follows from it."""
         variant = contenders.VARIANT.fullmatch(name)
         out, words, solved = self.folder / name, self._contender(name), self._solved(name)
-        equal = [*words, "--allocator", "uniform", "--share", *contenders.all_compressions()]
+        equal = [*words, "--allocator", "uniform", "--share", *self.compressions]
         if words[-1] == "--policies":
             equal = words
         if variant["shares"]:
-            is_solved = all(self._shared(name, use).exists() for use in contenders.uses_of(name))
+            is_solved = all(self._shared(name, use).exists() for use in self._uses(name))
         else:
             is_solved = self._has(solved, equal, self.rows)
         if not is_solved and not self._is_trained(name, steps):
@@ -382,9 +391,10 @@ class Comparison:
         """Solve the test problems under the training-free policies."""
         calls = {}
         for names, c, w in product(self._free(), contenders.COMPRESSIONS, contenders.WINDOWS):
-            if names := [name for name in names if windows[name, c] == w]:
+            names = [name for name in names if windows[name, c] == w]
+            if (used := [at for at in contenders.COMPRESSIONS[c] if at in self.compressions]) and names:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
-                calls[out] = [*self._untrained(names, w), "--share", *contenders.COMPRESSIONS[c], "--no-dense"]
+                calls[out] = [*self._untrained(names, w), "--share", *used, "--no-dense"]
         self._solve(calls, self.rows)
         self._all(self._with_shares(name, ["--model", self.model, "--policies", name]) for name in self.untrained)
 

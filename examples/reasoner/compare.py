@@ -16,7 +16,7 @@ it. Intervals draw trainings and problems. How long all this takes is printed be
 each kind has been timed.
 
 --test-size 45 and --samples 16 solve other problems with what is trained, or each several times at --temperature. Their
-records and tables are named by it. --tables writes the tables of the records that are there, and makes nothing else.
+records and tables are named by it. --at 4 8 solves problems at these compressions alone. --tables writes the tables of the records that are there, and makes nothing else.
 """
 
 import argparse
@@ -46,6 +46,14 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument("--test-size", type=positive, help="steps of a test problem (default: --size)")
     parser.add_argument("--samples", type=positive, help="solutions of each test problem (default: 1)")
     parser.add_argument("--temperature", type=temperature, help="of sampling test solutions (default: 0, greedy)")
+    parser.add_argument(
+        "--at",
+        type=int,
+        nargs="+",
+        choices=contenders.all_compressions(),
+        metavar="C",
+        help="compressions at which test problems are solved (default: all)",
+    )
     parser.add_argument("--trainings", type=positive, default=1, help="seeds that each scorer is trained with")
     parser.add_argument(
         "--seed", type=int, default=0, help="of the test problems, and of those that windows are chosen by (default: 0)"
@@ -111,6 +119,7 @@ def main(words: list[str] | None = None) -> None:
         options.trainings,
         test=test,
         earlier=options.calibrations,
+        compressions=options.at and sorted(options.at),
     )
     comparison.prepare_calibration()
     comparison.check_trained(options.only, options.steps)

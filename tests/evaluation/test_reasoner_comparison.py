@@ -3,7 +3,7 @@
 import json
 import shutil
 import sys
-from itertools import product
+from itertools import product, takewhile
 from pathlib import Path
 
 import pytest
@@ -604,6 +604,27 @@ def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatc
     path.write_text(json.dumps({"run": {"options": options | {name: value}}}) + "\n")
     with pytest.raises(SystemExit, match=f"trimkv.jsonl has {name} .* name another folder, or remove this file"):
         comparison.run_trained(["trimkv"], 9)
+
+
+def test_problems_are_solved_at_some_compressions_alone(tmp_path, monkeypatch):
+    """Uses of shares without one of them are left out, those of other policies keep what they are named by."""
+    ran = []
+    monkeypatch.setattr(commands, "_run", lambda command: ran.append([*map(str, command)]))
+    comparison = commands.Comparison(
+        tmp_path, tmp_path, True, ["programs"], 8, 1, untrained=["h2o"], compressions=(4, 8)
+    )
+    comparison.run_trained(["trimkv"], 9)
+    windows = {("h2o", 4): 16, ("h2o", 8): 64, ("h2o", 16): 16}
+    comparison.run_untrained(windows)
+    solved = {command[-1]: command for command in ran if command[1] == "eval"}
+    shares = {Path(out).stem: words[words.index("--share") + 1 :] for out, words in solved.items()}
+    assert {name: [*takewhile(str.isdigit, words)] for name, words in shares.items()} == {
+        "trimkv": ["4", "8"],
+        "at-4-window-16-h2o": ["4"],
+        "at-8-window-64-h2o": ["8"],
+    }
+    uses = [(use.measured, use.equal, use.compressions) for use in comparison._uses("kvpop")]
+    assert uses == [(8, "k", (4, 8)), (8, "bytes", (4,)), (12, "bytes", (8,))]
 
 
 @pytest.mark.slow
