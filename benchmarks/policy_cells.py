@@ -104,7 +104,7 @@ class Cells:
         """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
-        before = self.read(resolved)["kl_before"]
+        before = self.read(resolved, self._held(resolved))["kl_before"]
         return self._row(key, self.speed(resolved), begin) if self.passes(resolved, key, before) else None
 
     def passes(self, resolved, key: dict, before: float) -> bool:
@@ -128,18 +128,23 @@ class Cells:
         say(f"{key['policy']}, B = {key['budget'] or 'all'}, equal {key['equal']}: {shown}")
         return key | {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
 
-    def read(self, resolved) -> dict:
-        """Return means over rows of text.
+    def _held(self, resolved) -> int:
+        """Return the number of first tokens of a text that every head can hold."""
+        return max(2, resolved.smallest_budget) if resolved else self.options.length
+
+    def read(self, resolved, length: int | None = None) -> dict:
+        """Return means over rows of text, of ``length`` tokens or whole.
 
         They are ``perplexity``, ``kl`` in nats a token, and ``kl_before``, the divergence over as many tokens as every
         head can hold. ``kls`` are the divergences of the rows, ``units`` their documents.
         """
-        first = max(2, resolved.smallest_budget) if resolved else self.options.length
+        measures, first = [], self._held(resolved)
         with self.backend.start(resolved) as run:
-            measures = [
-                replay.token_measures(replay.predictions(run, row) if resolved else exact, row, exact)
-                for row, exact in zip(self.rows, self.exact, strict=True)
-            ]
+            for row, exact in zip(self.rows, self.exact, strict=True):
+                tokens = row[:length]
+                dense = exact._replace(hidden=exact.hidden[: len(tokens) - 1])
+                measured = replay.predictions(run, tokens) if resolved else dense
+                measures.append(replay.token_measures(measured, tokens, dense))
         kls = [row["kl"].mean().item() for row in measures]
         return {
             "perplexity": math.exp(statistics.mean(row["nll"].mean().item() for row in measures)),

@@ -18,7 +18,7 @@ and policies that compress are left out.
 
 Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as soon as it
 is done. Another run of the same commit continues after these rows. Nothing is compared or timed unless the
-policy gives the dense model's predictions where nothing has been evicted.
+policy gives the dense model's predictions, in float32, where nothing has been evicted.
 """
 
 import argparse

@@ -161,7 +161,7 @@ class Comparison:
         self._all(
             self._calibration(name, c, [self.model, "--policy", name])
             for name in self.untrained
-            for c in contenders.calibrated_at(name)
+            for c in self._calibrated_at(name)
         )
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
@@ -184,6 +184,10 @@ class Comparison:
         for use in contenders.uses_of(name):
             if compressions := tuple(c for c in use.compressions if c in self.compressions):
                 yield use._replace(compressions=compressions)
+
+    def _calibrated_at(self, name: str) -> list[int]:
+        """Return the compressions at which shares that are used are measured."""
+        return list(dict.fromkeys(use.measured for use in self._uses(name)))
 
     def _shares_options(self, name: str, use: contenders.Use) -> list:
         """Return the options of `kvpop eval` for a policy with the shares that were found for a use.
@@ -215,8 +219,10 @@ class Comparison:
     def _solved(self, name: str) -> Path:
         """Return the first file of records of a trained policy, in which its base model answers without it too."""
         shares = contenders.VARIANT.fullmatch(name)["shares"]
-        of_training = (use for use in contenders.uses_of(name) if str(use.measured) == shares)
-        return self._shared(name, next(of_training)) if shares else self.records / f"{name}.jsonl"
+        if not shares:
+            return self.records / f"{name}.jsonl"
+        uses = [*self._uses(name)]
+        return self._shared(name, next((use for use in uses if str(use.measured) == shares), uses[0]))
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
@@ -346,7 +352,7 @@ class Comparison:
         if not is_solved and not self._is_trained(name, steps):
             yield ["kvpop", "distill", *common, *self._training_words(name, steps), "--out", out]
         decides = ["--policy", "streaming-llm"] if "--scorer" not in words else ["--scorer", out]
-        for compression in contenders.calibrated_at(name):
+        for compression in self._calibrated_at(name):
             yield from self._calibration(name, compression, [words[1], *decides])
         if not is_solved and not variant["shares"]:
             # a base that was trained answers without a policy too
@@ -392,7 +398,7 @@ class Comparison:
         calls = {}
         for names, c, w in product(self._free(), contenders.COMPRESSIONS, contenders.WINDOWS):
             names = [name for name in names if windows[name, c] == w]
-            if (used := [at for at in contenders.COMPRESSIONS[c] if at in self.compressions]) and names:
+            if (used := [times for times in contenders.COMPRESSIONS[c] if times in self.compressions]) and names:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
                 calls[out] = [*self._untrained(names, w), "--share", *used, "--no-dense"]
         self._solve(calls, self.rows)

@@ -16,7 +16,9 @@ it. Intervals draw trainings and problems. How long all this takes is printed be
 each kind has been timed.
 
 --test-size 45 and --samples 16 solve other problems with what is trained, or each several times at --temperature. Their
-records and tables are named by it. --at 4 8 solves problems at these compressions alone. --tables writes the tables of the records that are there, and makes nothing else.
+records and tables are named by it. --at 4 8 solves problems at these compressions alone. Its records are not those of
+a call for all compressions, which refuses them. --tables writes the tables of the records that are there, and makes
+nothing else.
 """
 
 import argparse
@@ -51,7 +53,6 @@ def options_parser() -> argparse.ArgumentParser:
         type=int,
         nargs="+",
         choices=contenders.all_compressions(),
-        metavar="C",
         help="compressions at which test problems are solved (default: all)",
     )
     parser.add_argument("--trainings", type=positive, default=1, help="seeds that each scorer is trained with")
@@ -68,8 +69,7 @@ def options_parser() -> argparse.ArgumentParser:
         nargs="*",
         choices=contenders.calibrated_at("kvpop"),
         default=[],
-        metavar="C",
-        help=f"train once more with the shares found at C times less, of {', '.join(map(str, contenders.calibrated_at('kvpop')))} (default: do not)",
+        help="train once more with the shares found at that many times less (default: do not)",
     )
     parser.add_argument(
         "--calibrations",
@@ -119,7 +119,7 @@ def main(words: list[str] | None = None) -> None:
         options.trainings,
         test=test,
         earlier=options.calibrations,
-        compressions=options.at and sorted(options.at),
+        compressions=options.at and sorted(set(options.at)),
     )
     comparison.prepare_calibration()
     comparison.check_trained(options.only, options.steps)

@@ -65,8 +65,8 @@ def _add_policies(command) -> None:
         "--policies",
         nargs="*",
         metavar="NAME",
-        help="further policies of the report, which streaming-llm is in (default: triattention, but none with --policy, --scorer or"
-        " a GPU; those that read token by token take long)",
+        help="further policies of the report, which streaming-llm is in; without a name none, as for a server with a GPU (default:"
+        " triattention, but none with --policy, --scorer or a GPU; those that read token by token take long)",
     )
     command.add_argument(
         "--policy",

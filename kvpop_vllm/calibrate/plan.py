@@ -104,15 +104,15 @@ def further_policies(options: Options) -> tuple[str, ...]:
 
 def specs_of(options: Options) -> dict[str, PolicySpec]:
     """Return the policies of a report by name, first the one that decides."""
-    specs = [] if options.scorer is None else [_of_scorer(options)]
+    specs, further = [] if options.scorer is None else [_of_scorer(options)], further_policies(options)
     named = [("--policy", options.policy)] if options.policy and not specs else []
-    named += [("--policies", name) for name in further_policies(options)]
+    named += [("--policies", name) for name in further]
     for flag, name in named:
         cls = policies.get(name)
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {end}")
-    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *further_policies(options)]
+    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *further]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
 
@@ -194,7 +194,7 @@ class Plan:
 
     def _check_budgets(self) -> None:
         """Check that every policy can have every budget, before anything is measured."""
-        for spec, budget in itertools.product([*self.specs.values()], self.budgets):
+        for spec, budget in itertools.product(self.specs.values(), self.budgets):
             if not policies.get(spec.policy).calibrated:
                 spec.resolve(self.shape, budget)
                 continue
@@ -211,7 +211,7 @@ class Plan:
         if any(policies.get(name).calibrated for name in (self.decides, *(self.options.policies or ()))):
             raise reason
         del self.specs[FURTHER]
-        note(f"{FURTHER} is left out: {reason}")
+        note(f"left out of the report: {reason}")
 
     def _shards(self) -> list[Shard]:
         """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""

@@ -21,6 +21,7 @@ from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.output import format_table, note, note_kernels
 from kvpop_vllm.files import write_whole
 from kvpop_vllm.model_hook import load_model
+from kvpop_vllm.policies.base import Order
 from kvpop_vllm.progress import progress
 from kvpop_vllm.scorers.checkpoint import write_shares
 
@@ -65,6 +66,8 @@ def calibrate(options: Options) -> dict:
     print(format_table(verdict.lines, COLUMNS))
     print(f"text: {report['text']}\nintervals over {report['intervals over']}\nshares: {calibration.unit}")
     print(report["command"], flush=True)
+    if policies.get(calibration.policy).order is Order.ROUNDS:
+        note(f"no GPU has run {calibration.policy}: for a server with a GPU calibrate with --policies alone")
     return report
 
 
@@ -82,7 +85,7 @@ def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
         write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured)))
     except ConfigError as error:
         if any(spec.calibration for spec in plan.specs.values()):
-            plan.leave_out(error)
+            plan.leave_out(ConfigError(f"no statistics for triattention: {error}"))
         else:
             note(f"no statistics for triattention: {error}")
 

@@ -15,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.cache.ranks import shards_of
+from kvpop_vllm.calibrate.command import options_of
+from kvpop_vllm.calibrate.plan import specs_of
 from kvpop_vllm.calibration.shares import read_calibration
+from kvpop_vllm.cli import make_parser
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
@@ -52,11 +55,29 @@ def test_triattention_is_in_the_report_by_default(kvpop):
     assert {line["policy"] for line in lines} == {"streaming-llm", "triattention"}
     best = min((line for line in lines if line["budget"] == 160), key=lambda line: line["kl"])
     assert (calibration.policy, calibration.budget) == (best["policy"], 160) and best["shares"] != "equal"
-    status, output, errors = kvpop(*words, "small", "--length", "128", "--dry-run")
-    assert status == 0 and "triattention is left out: triattention: a budget of 64 is too small" in errors, errors
+    assert ("no GPU has run triattention" in errors) == (best["policy"] == "triattention")
+    status, _, errors = kvpop(*words, "small", "--length", "128", "--dry-run")
+    assert status == 0 and "left out of the report: triattention: a budget of 64 is too small" in errors, errors
     refused(
         kvpop, " ".join((*words, "small", "--length", "128", "--policies", "triattention")), "a budget of 64 is too"
     )
+
+
+@pytest.mark.parametrize(
+    "options, device, names",
+    [
+        ("", "cpu", {"streaming-llm", "triattention"}),
+        ("", "cuda", {"streaming-llm"}),
+        ("--policies", "cpu", {"streaming-llm"}),
+        ("--policies triattention", "cuda", {"streaming-llm", "triattention"}),
+        ("--policy streaming-llm", "cpu", {"streaming-llm"}),
+        ("--policy h2o --policies tova", "cpu", {"h2o", "streaming-llm", "tova"}),
+    ],
+)
+def test_policies_of_a_report(monkeypatch, options, device, names):
+    monkeypatch.setattr("kvpop_vllm.calibrate.plan.default_device", lambda: torch.device(device))
+    words = ["calibrate", str(Path("qwen3").resolve()), "--out", "out", *options.split()]
+    assert specs_of(options_of(make_parser().parse_args(words))).keys() == names
 
 
 def test_a_stopped_call_goes_on(calibrated, kvpop):

@@ -625,6 +625,9 @@ def test_problems_are_solved_at_some_compressions_alone(tmp_path, monkeypatch):
     }
     uses = [(use.measured, use.equal, use.compressions) for use in comparison._uses("kvpop")]
     assert uses == [(8, "k", (4, 8)), (8, "bytes", (4,)), (12, "bytes", (8,))]
+    assert comparison._solved("kvpop-shares-12").name == "bytes-12-kvpop-shares-12.jsonl"
+    assert comparison._solved("kvpop-mlp-shares-12").name == "shares-8-kvpop-mlp-shares-12.jsonl"
+    assert comparison._calibrated_at("kvpop-mlp") == [8]
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ ANSWERS = {
     ),
     "Which policy without a scorer?": (
         ["docs/policies.md"],
-        "| Nothing can be trained, quality matters, prompts may be read slowly | `h2o` | "
-        "| Nothing can be trained, speed matters | `streaming-llm`, with a [calibration](#calibration) |",
+        "| Nothing can be trained, quality matters, prompts may be read slowly | `h2o`, with a [calibration](#calibration) | "
+        "| Nothing can be trained, prompts must be read fast | `triattention` or `streaming-llm`, as a [calibration](#calibration) finds |",
     ),
     "How do I add one?": (["docs/adding_a_policy.md"], "class ValueNorm(Policy):"),
     "Where in the code is a token evicted?": (
