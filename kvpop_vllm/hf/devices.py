@@ -1,4 +1,4 @@
-"""Which device attends under a policy: the model's, if it has kernels for it.
+"""Choose the device that attends under a policy: the model's, if it has kernels for it.
 
 Bad input raises a :class:`~kvpop_vllm.config.ConfigError` that names what to change.
 """
