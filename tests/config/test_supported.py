@@ -54,7 +54,7 @@ def listed(values) -> str:
 
 def test_the_readme_says_what_is_served():
     dtypes = " or ".join(DTYPES["cpu"])
-    assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}.\n" in document("README.md")
+    assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}. " in document("README.md")
 
 
 def test_the_documents_say_what_is_refused():
