@@ -131,13 +131,15 @@ policies: model
 # Hours. What a model without a scorer should be served with: a calibration, all policies with and without its shares, the
 # best four in longer texts, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
 default-policy: OUT := build/default-policy
+default-policy: POLICY_TABLE = $(BIN)/python benchmarks/policy_table.py --parts quality --rows 6 \
+    --calibration $(OUT)/window $(OUT)/h2o $(OUT)/triattention
 default-policy: model
-	@$(BIN)/kvpop calibrate models/SmolLM2-135M-Instruct --out $(OUT)/calibration --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)
-	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 512 --rows 6 $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 1024 --length 4096 \
-	    --rows 6 --best 4 $(BENCH_ARGS)
-	@$(BIN)/python benchmarks/policy_table.py --calibration $(OUT)/calibration --parts quality --budget 1024 --length 8192 \
-	    --rows 6 --best 4 $(BENCH_ARGS)
+	@$(BIN)/kvpop calibrate $(DEMO_MODEL) --out $(OUT)/window --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)
+	@for policy in h2o triattention; do $(BIN)/kvpop calibrate $(DEMO_MODEL) --out $(OUT)/$$policy --policy $$policy \
+	    --rounds 0 $(CALIBRATE_ARGS) || exit 1; done
+	@$(POLICY_TABLE) --budget 512 $(BENCH_ARGS)
+	@$(POLICY_TABLE) --budget 1024 --length 4096 --best 4 --equal bytes $(BENCH_ARGS)
+	@$(POLICY_TABLE) --budget 1024 --length 8192 --best 4 --equal bytes $(BENCH_ARGS)
 	@$(BIN)/python examples/reasoner/compare.py $(OUT)/reasoner --jobs 2
 
 # On a machine with a GPU and vLLM, or with torch, Triton, transformers and a bundle: no environment is made, nothing is

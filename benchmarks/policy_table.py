@@ -7,9 +7,10 @@ and cache of all layers, without the model's matrix products and without gates),
 keeping everything. Each policy has its defaults of serving. It is measured at equal k and, for B >= 512, also
 at equal allocated bytes if it takes more pages than a plain policy.
 
-With --calibration DIR each policy is measured with the shares and the window of that calibration too, in paired rows.
---best N measures only the N policies that need no scorer and diverged least in a shorter table of this commit, and the
-window. `make default-policy` runs a calibration, the table at 2,048 tokens, those at 4,096 and 8,192, and the reasoner's
+With --calibration DIR... each policy is measured with the shares and the window of a calibration too, in paired rows:
+of the last that recommends the policy, else of the first. --best N measures only the N policies that need no scorer and
+diverged least in a shorter table of this commit, and the window. With --equal bytes there are no rows at equal k.
+`make default-policy` runs calibrations, the table at 2,048 tokens, those at 4,096 and 8,192, and the reasoner's
 comparison; stopped at any time, it goes on.
 
 With --prompt N the first N tokens of each text are a prompt. It is protected or, under policies that do so,
@@ -27,7 +28,7 @@ import hashlib
 import itertools
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,7 +38,7 @@ from policy_cells import EQUAL_BYTES_FROM, Cells
 
 from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
-from kvpop_vllm.calibration.shares import NAME, has_shares
+from kvpop_vllm.calibration.shares import NAME, has_shares, read_calibration
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.statistics import INTERVAL, estimate
 from kvpop_vllm.policies.base import Order
@@ -56,6 +57,7 @@ SHARED, WINDOW = ", calibrated", "streaming-llm"
 """End of the names of policies with a calibration; the policy that is in every table."""
 CALIBRATION = NAME, "queries.*"
 """Files of a calibration that a measurement depends on."""
+EQUAL = ("k", "bytes")
 CELL = ("scorer", "calibration", "equal", "budget", "policy")
 """Columns that identify a row.
 
@@ -82,12 +84,13 @@ def parse_arguments():
     parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
-    parser.add_argument("--calibration", metavar="DIR", help="shares, windows, and statistics of the model")
+    parser.add_argument("--calibration", nargs="*", default=[], metavar="DIR", help="of this model")
     parser.add_argument("--policies", nargs="+", help="only these, and dense")
     parser.add_argument("--best", type=positive, metavar="N", help="the N best of the table of --from, and the window")
     parser.add_argument(
         "--from", nargs=2, type=positive, default=[2048, 512], metavar=("S", "B"), dest="shorter", help="for --best"
     )
+    parser.add_argument("--equal", nargs="+", choices=EQUAL, default=EQUAL, help="equal k, equal bytes, or both")
     parser.add_argument("--budget", nargs="+", type=positive, default=[256, 512, 1024])
     parser.add_argument("--data", nargs="+", default=TEXTS, help="texts that are predicted")
     parser.add_argument("--haystack", default=HAYSTACK, help="text that needles are hidden in")
@@ -135,10 +138,12 @@ def measure(options) -> int:
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, problems = Cells(options), 0
     settings = [(None, cells.setting(None, None, "k"))]
-    for budget, spec, equal in itertools.product(options.budget, chosen(options), ("k", "bytes")):
+    for budget, spec in itertools.product(options.budget, chosen(options)):
         try:
-            if setting := cells.setting(spec, budget, equal):
-                settings.append((spec, setting))
+            by_equal = {equal: cells.setting(spec, budget, equal) for equal in EQUAL}
+            if not by_equal["bytes"]:  # equal k is equal bytes
+                by_equal = {options.equal[0]: by_equal["k"]}
+            settings += [(spec, by_equal[equal]) for equal in options.equal if equal in by_equal]
         except ConfigError as error:
             say(f"left out: {error}")
             problems += options.policies is not None
@@ -179,11 +184,19 @@ def chosen(options) -> list:
         elif spec.name in (options.policies or names):
             prompt = {"prompt" if compresses else "protect": options.prompt}
             compared.append(replace(spec, **prompt))
-            if has_shares(options.calibration) and not compresses:
+            folder = calibration_of(spec.policy, options.calibration)
+            if has_shares(folder) and not compresses:
                 compared[-1] = replace(compared[-1], allocator="uniform") if spec.calibration else compared[-1]
-                named = replace(spec.calibrated(options.calibration), name=f"{spec.name}{SHARED}")
+                named = replace(spec.calibrated(folder), name=f"{spec.name}{SHARED}")
                 compared.append(replace(named, **prompt))
     return compared
+
+
+def calibration_of(policy: str, folders: Sequence[str]) -> str | None:
+    """Return the calibration that a policy is measured with: the last that recommends it, else the first."""
+    with_shares = filter(has_shares, folders)
+    recommending = [folder for folder in with_shares if read_calibration(folder).policy == policy]
+    return recommending[-1] if recommending else next(iter(folders), None)
 
 
 def best(options) -> list[str]:
@@ -207,7 +220,7 @@ def best(options) -> list[str]:
     return list(dict.fromkeys([*sorted(lowest, key=lowest.get)[: options.best], WINDOW]))
 
 
-def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | None = None) -> tuple[list, list[str]]:
+def in_registry(scorers: Iterable[str], model: str | Path, calibrations: Sequence[str] = ()) -> tuple[list, list[str]]:
     """Return a spec for every registered policy that evicts.
 
     Policies that need a scorer appear once for each scorer of their kind.
@@ -215,7 +228,7 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
     Args:
         scorers: scorer folders.
         model: folder of the model.
-        calibration: folder of ``kvpop calibrate``, or None.
+        calibrations: folders of ``kvpop calibrate``.
 
     Returns:
         The specs, named after their policies (and folders, if a policy has several), and for each policy
@@ -232,11 +245,11 @@ def in_registry(scorers: Iterable[str], model: str | Path, calibration: str | No
     for cls in classes:
         if cls.keeps_all:
             continue
-        if cls.calibrated and calibration is None:
+        if cls.calibrated and not calibrations:
             broken.append(f"{cls.name} needs statistics of the model's queries: give --calibration DIR")
             continue
         if cls.scorer_kind is None:
-            specs.append(training_free(cls.name).measured(calibration))
+            specs.append(training_free(cls.name).measured(calibration_of(cls.name, calibrations)))
             continue
         mine = folders.get(cls.name, [])
         if not mine:
@@ -324,8 +337,7 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
         interval = span(estimate("kl", *losses[:1], units=losses[1]), "kl") if losses[0] else ""
         over = ""
         if row["policy"].endswith(SHARED):
-            plain = {"policy": row["policy"].removesuffix(SHARED)}
-            plain_row = next((one for one in quality.values() if like(row, one, plain)), None)
+            plain_row = with_equal_shares(row, quality.values())
             if plain_row and losses_of(plain_row)[1] == losses[1]:
                 ratio = estimate("ratio", losses[0], losses_of(plain_row)[0], units=losses[1])
                 over = f"{ratio['ratio']:.2f}{span(ratio, 'ratio')}"
@@ -352,9 +364,15 @@ def span(line: dict, name: str) -> str:
     return " ({:.4f} to {:.4f})".format(*interval) if interval else ""
 
 
-def like(row: dict, candidate: dict, named: dict) -> bool:
-    """Return whether another row is of the same settings, with another name."""
-    return all(candidate[name] == (named.get(name) or row[name]) for name in ("budget", "equal", "scorer", "policy"))
+def with_equal_shares(row: dict, rows: Iterable[dict]) -> dict | None:
+    """Return the row of the same policy and settings without a calibration, None if there is none.
+
+    A policy without a state has one row for equal k and equal bytes, which takes no more bytes than one with shares.
+    """
+    same = {"policy": row["policy"].removesuffix(SHARED), "budget": row["budget"], "scorer": row["scorer"]}
+    plain_rows = {plain["equal"]: plain for plain in rows if same.items() <= plain.items()}
+    plain = plain_rows.get(row["equal"]) or plain_rows.get("k")
+    return plain if plain and int(plain["allocated_bytes"]) <= int(row["allocated_bytes"]) else None
 
 
 def order(row: dict) -> tuple:

@@ -227,10 +227,20 @@ def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, t
     shape = ModelShape.of(folder / "model", 700)
     sizes = {name: getattr(shape, name) for name in SIZES} | {"rope": shape.rope}
     shares = tuple((0.5 + layer,) * shape.num_kv_heads for layer in range(shape.num_layers))
-    content = {"unit": "layer", "shares": shares, "windows": {"h2o": 0.125}, "policy": "h2o", "budget": 128}
-    (tmp_path / "calibration").mkdir()
-    Calibration(**sizes, **content).write(tmp_path / "calibration")
-    words = ("--calibration", str(tmp_path / "calibration"), "--parts", "quality", "--rows", "9")
+    content = {"unit": "layer", "shares": shares, "budget": 128}
+    for name, windows in (("calibration", {"h2o": 0.125}), ("others", {"h2o": 0.25})):
+        (tmp_path / name).mkdir()
+        content |= {"windows": windows, "policy": "h2o" if name == "calibration" else "streaming-llm"}
+        Calibration(**sizes, **content).write(tmp_path / name)
+    words = (
+        "--calibration",
+        str(tmp_path / "others"),
+        str(tmp_path / "calibration"),
+        "--parts",
+        "quality",
+        "--rows",
+        "9",
+    )
     status, rows, _, output = bench(*words, "--budget", "128", "--policies", "streaming-llm", "h2o")
     rows_of = {row["policy"]: row for row in rows}
     assert status == 0 and set(rows_of) == {
@@ -240,7 +250,8 @@ def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, t
     assert (
         rows_of["h2o, calibrated"]["window"] == "16" != rows_of["h2o"]["window"] and rows_of["h2o"]["calibration"] == ""
     )
-    assert rows_of["h2o, calibrated"]["calibration"].startswith("calibration@")
+    names = {name: row["calibration"].partition("@")[0] for name, row in rows_of.items()}
+    assert (names["h2o, calibrated"], names["streaming-llm, calibrated"]) == ("calibration", "others")
     losses = {name: [float(kl) for kl in row["kls"].split()] for name, row in rows_of.items()}
     assert len(losses["h2o"]) == 9 and len(set(rows_of["h2o"]["units"].split())) > 8
     line = next(line for line in table_of(output) if line[1] == "h2o, calibrated")
