@@ -402,7 +402,7 @@ FAULTS = {
             "tests/calibrate/test_improve.py -k small_steps",
         ),
         # rounds have no bound
-        ("rounds = iter(range(«self.plan.options.rounds→10**3»))", "tests/calibrate/test_improve.py -k bounded"),
+        ("rounds = iter(range(«self.plan.rounds→10**3»))", "tests/calibrate/test_improve.py -k bounded"),
         # a single change is not tried, nor one that is half way
         (
             'self._measured([name, f"{name}-damped"«, min(better, key=losses.get)→»])',

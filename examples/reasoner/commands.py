@@ -15,7 +15,7 @@ import contenders
 from write_problems import problems_text
 
 from kvpop_vllm.calibrate.command import options_of
-from kvpop_vllm.calibrate.plan import Plan
+from kvpop_vllm.calibrate.plan import ROUNDS, Plan
 from kvpop_vllm.calibrate.records import differing
 from kvpop_vllm.calibration.shares import NAME, UNITS
 from kvpop_vllm.cli import make_parser
@@ -159,7 +159,7 @@ class Comparison:
         for name in self.untrained if self.protect else ():
             self._expect_shares(name)
         self._all(
-            self._calibration(name, c, [self.model, "--policy", name])
+            self._calibration(name, c, [self.model, "--policy", name, "--rounds", ROUNDS])
             for name in self.untrained
             for c in self._calibrated_at(name)
         )

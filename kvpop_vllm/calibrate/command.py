@@ -65,13 +65,14 @@ def _add_policies(command) -> None:
         "--policies",
         nargs="*",
         metavar="NAME",
-        help="further policies of the report, which streaming-llm is in; without a name none, as for a server with a GPU (default:"
-        " triattention, but none with --policy, --scorer or a GPU; those that read token by token take long)",
+        help="further policies of the report, which streaming-llm is in with equal shares; without a name none, as for a server with"
+        " a GPU (default: triattention, but none with --policy, --scorer or a GPU; those that read token by token take long)",
     )
     command.add_argument(
         "--policy",
         metavar="NAME",
-        help="the policy that shares are measured with, and that decides about them (default: the scorer's, else streaming-llm)",
+        help="the policy that shares are measured with, and that decides about them (default: the scorer's, else triattention if it is in"
+        " the report, else streaming-llm)",
     )
     add_setting(command, "scorer", "of that policy; shares are also written into its folder, or a full checkpoint's")
     command.add_argument(
@@ -97,7 +98,7 @@ def _add_rows(command) -> None:
         "--rounds",
         type=non_negative,
         metavar="N",
-        help="most rounds in which the shares of --policy or --scorer are improved (default 8); 0 is quickest",
+        help="most rounds in which shares are improved, each of dozens of passes (default 8 with --scorer, else 0)",
     )
     command.add_argument(
         "--protect-prompt", action="store_true", help="rows are documents, whose prompts are never evicted"

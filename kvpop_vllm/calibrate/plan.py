@@ -21,20 +21,20 @@ from kvpop_vllm.policies.base import GATED
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 
-VERSION = 5
+VERSION = 6
 """Version of what is measured."""
 LENGTH, SHORTEST = 2048, 64
 """Default length and shortest length of a row, in tokens."""
 SIZES = 64, 16, 8, 4, 2
 """Windows, or long-range slots, at which layers and heads are measured: the tokens after a prompt over these."""
-QUERIES, EVICTING_QUERIES = 32, 16
-"""The length over these is the number of queries that run again: with a window, and under a policy without prompts."""
+QUERIES = 32
+"""The length over this is the number of queries that run again, unless prompts are protected."""
 BUDGETS = 2, 4, 8
 """Default budgets of the report: the tokens after a prompt over these."""
 FACTORS = 2.0, 2.0**0.5, 2.0**0.25, 2.0**0.125
 """Changes of slots in a round of improvement, tried one after the other."""
 ROUNDS = 8
-"""Default of the most rounds in which a table of shares is improved, by large steps and by smaller ones, under a policy other than :data:`PROBE`."""
+"""Default of the most rounds in which a scorer's table of shares is improved, by large steps and by smaller ones."""
 GROUPS = 16
 """Groups of layers and heads that a round changes one after the other. In models with more of them several change together."""
 WINDOWS = 1 / 16, 1 / 4, 1 / 2
@@ -44,13 +44,13 @@ SEARCHED = 3
 STRIDE = 4
 """Every so many predictions of a row are compared under a policy."""
 PROBE = "streaming-llm"
-"""Policy that decides about shares by default, and is in every report: a window, and the cheapest."""
+"""Policy that is in every report, and decides about shares where no other does: a window, and the cheapest."""
 SHORTLIST = 3
 """Tables of shares that are tried on the kernels of serving; under a policy other than :data:`PROBE` those that are improved."""
 SERVED = 0.9
 """Time of a pass under a policy, over that of a dense pass, as progress counts it."""
 FURTHER = "triattention"
-"""Policy that is in a report besides :data:`PROBE` by default: it reads prompts in chunks too."""
+"""Policy that is in a report besides :data:`PROBE` by default, and then decides: it reads prompts in chunks too."""
 AGAIN = 1.7
 """Time of a query that runs again, over that of a token of a dense pass: it attends to the whole row."""
 
@@ -64,13 +64,14 @@ class Options:
         out: folder to write.
         data: files and folders of text, empty for the text of this package.
         unit: ``layer`` or ``head``.
-        policy: name of the policy that decides about shares, None for the scorer's, else :data:`PROBE`.
+        policy: name of the policy that decides about shares. None stands for the scorer's, else :data:`FURTHER` if it
+            is in the report, else :data:`PROBE`.
         policies: names of further policies of the report, None for those of :func:`further_policies`.
         scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
         budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
         length: S, tokens of a row; no more than the model has positions.
         rows: rows to measure on, and as many to judge by.
-        rounds: most rounds in which a table of shares is improved.
+        rounds: most rounds in which a table of shares is improved, None for :data:`ROUNDS` with a scorer, else 0.
         protect: True to protect the prompts of documents.
         dtype: dtype of the model.
         ranks: tensor-parallel ranks that will serve the model.
@@ -87,7 +88,7 @@ class Options:
     budgets: tuple[int, ...] = ()
     length: int = LENGTH
     rows: int = 10
-    rounds: int = ROUNDS
+    rounds: int | None = None
     protect: bool = False
     dtype: str = "float32"
     ranks: int = 1
@@ -112,7 +113,8 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {end}")
-    names = [name for flag, name in named if flag == "--policy"] + [PROBE, *further]
+    deciding = options.policy or (FURTHER if FURTHER in further else PROBE)
+    names = [*([] if specs else [deciding]), PROBE, *further]
     specs += [PolicySpec(name, name).measured(options.out) for name in dict.fromkeys(names)]
     return {spec.policy: spec for spec in specs}
 
@@ -142,12 +144,8 @@ class Plan:
 
     Attributes:
         specs: policies of the report by name, first the one that decides.
-        decides: name of the policy that decides.
         length: S.
         shape: the model as policies see it.
-        sizes: windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are
-            measured.
-        queries: number of last queries of a row that run again.
         budgets: budgets of the report, in tokens.
         text: rows of tokens.
         prompt: tokens of the longest protected prompt of a row.
@@ -170,24 +168,16 @@ class Plan:
         self.prompt = prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
         if prompt > length // 2:
             raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
-        after, self.decides = length - prompt, next(iter(self.specs))
+        after = length - prompt
         self.budgets = list(options.budgets) or [after // part for part in BUDGETS]
         # a budget that evicts nothing would count as a perfect table
         if self.budgets[0] >= after:
             raise ConfigError(
                 f"--budget {self.budgets[0]} evicts nothing of {after} tokens: lower it, or raise --length"
             )
-        if self.decides == PROBE:
-            self.sizes, self.queries = [max(2, after // part) for part in SIZES], max(8, length // QUERIES)
-        else:
-            # 0, since a head may do without long-range slots
-            self.sizes = [0, *(max(2, after // part) for part in SIZES)]
-            self.queries = after - 1 if prompt else length // EVICTING_QUERIES
-        if {*self.shape.kinds} - {FULL, SLIDING, CHUNKED}:  # the state of a recurrent layer is that of a whole row
-            self.queries = length
+        self._check_budgets()
         if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
             raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
-        self._check_budgets()
         self.shards = self._shards()
         # heads take most of the time, and layers that lose little have little to divide
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
@@ -208,7 +198,9 @@ class Plan:
 
     def leave_out(self, reason: ConfigError) -> None:
         """Leave the policy with statistics out, or raise the reason if it was asked for."""
-        if any(policies.get(name).calibrated for name in (self.decides, *(self.options.policies or ()))):
+        if any(
+            name and policies.get(name).calibrated for name in (self.options.policy, *(self.options.policies or ()))
+        ):
             raise reason
         del self.specs[FURTHER]
         note(f"left out of the report: {reason}")
@@ -233,6 +225,38 @@ class Plan:
         ranks = options.ranks if options.unit == "head" else 1
         # more ranks than heads hold the same ones
         return list(dict.fromkeys(shards_of(stages, heads, ranks)))
+
+    @property
+    def decides(self) -> str:
+        """Name of the policy that decides about shares."""
+        return next(iter(self.specs))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are measured."""
+        sizes = [max(2, (self.length - self.prompt) // part) for part in SIZES]
+        # 0, since a head may do without long-range slots
+        return sizes if self.decides == PROBE else [0, *sizes]
+
+    @property
+    def queries(self) -> int:
+        """Number of last queries of a row that run again."""
+        if {*self.shape.kinds} - {FULL, SLIDING, CHUNKED}:  # the state of a recurrent layer is that of a whole row
+            return self.length
+        if self.prompt and self.decides != PROBE:
+            return self.length - self.prompt - 1
+        return max(8, self.length // QUERIES)
+
+    @property
+    def rounds(self) -> int:
+        """Most rounds in which a table of shares is improved."""
+        default = ROUNDS if self.options.scorer is not None else 0
+        return default if self.options.rounds is None else self.options.rounds
+
+    @property
+    def by_errors(self) -> bool:
+        """Whether tables by the errors of attention are tried: for heads, under a policy (log of 2026-11-30)."""
+        return self.decides != PROBE and self.options.unit == "head"
 
     @property
     def unit(self) -> str:
@@ -267,7 +291,7 @@ class Plan:
             "policy": self.decides,
             "scorer": self._scorer_samples(),
             "budgets": self.budgets,
-            "rounds": self.options.rounds,
+            "rounds": self.rounds,
         }
 
     def _scorer_samples(self) -> list[str] | None:
@@ -307,13 +331,17 @@ class Plan:
         """Work of passes under policies, in dense passes of a row."""
         return SERVED * sum(map(self.passes_of, self.specs))
 
+    def takes_shares(self, name: str) -> bool:
+        """Return whether a policy is in the report with shares too: a window has a use only for those it decides about."""
+        return name != PROBE or self.decides == PROBE
+
     def passes_of(self, name: str) -> int:
         """Return the number of passes of a row under a policy, at most."""
         count = len(self.budgets)
-        passes = 2 * len(self.text.held_out) * count
+        passes = (2 if self.takes_shares(name) else 1) * len(self.text.held_out) * count
         if name == self.decides:
-            tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else 4 * count)
-            passes += self.searched * (tables * count + (SHORTLIST + 1) * self.options.rounds * self.round_cost)
+            tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else (4 if self.by_errors else 2) * count)
+            passes += self.searched * (tables * count + (SHORTLIST + 1) * self.rounds * self.round_cost)
         if name != PROBE and self.specs[name].scorer is None:
             passes += self.searched * len(WINDOWS)
         return passes

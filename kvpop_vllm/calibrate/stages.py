@@ -161,7 +161,7 @@ class Stages:
         """Return the name of the table of shares that measured rows like best, :data:`EQUAL` for none.
 
         Candidates are the divisions by marginal gain at each budget, and each of these half way to equal shares. Losses
-        of one layer or head do not add up to those of all, and errors of attention may be a better guide under a policy. The
+        of one layer or head do not add up to those of all, and errors of attention may be a better guide for heads. The
         heads of each rank have as many slots together as those of any other of as many layers. The geometric mean over
         budgets of the divergence decides, under the policy that decides and on the kernels of serving. :data:`PROBE`
         tries the best only, by the last queries with all heads' windows shrunk. Under another policy the best tables
@@ -170,8 +170,7 @@ class Stages:
         plan, unit = self.plan, self.plan.unit
         shape = plan.shape.num_layers, plan.shape.num_kv_heads
         tables, smallest = {EQUAL: torch.ones(shape, dtype=torch.float64)}, plan.sizes[0]
-        # of windows, errors were a worse guide (log of 2026-11-30)
-        measures = {unit: curves} | ({} if plan.decides == PROBE else {f"{unit}-error": errors})
+        measures = {unit: curves} | ({f"{unit}-error": errors} if plan.by_errors else {})
         for budget in plan.budgets:
             mean = budget - DEFAULT_SINKS if plan.decides == PROBE else self._roles(budget).topk
             for name, of_units in measures.items():
@@ -236,7 +235,7 @@ class Stages:
             groups: layers and heads that change together.
         """
         # one iterator for all factors, which share the number of rounds
-        rounds = iter(range(self.plan.options.rounds))
+        rounds = iter(range(self.plan.rounds))
         for factor in factors:
             for number in rounds:
                 changed, lower = self._round(f"{name}-round-{number}", factor, best, groups)
@@ -363,7 +362,8 @@ class Stages:
         for name in self.plan.specs:
             for budget in self.plan.budgets:
                 shared = self._choice_of(name, budget, windows.get(name), table)
-                pairs.append((Choice(name, budget, None, EQUAL), *([shared] if table != EQUAL else [])))
+                with_shares = table != EQUAL and self.plan.takes_shares(name)
+                pairs.append((Choice(name, budget, None, EQUAL), *([shared] if with_shares else [])))
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))
         losses = {choice: [record["kl"] for record in records] for choice, records in measured.items()}

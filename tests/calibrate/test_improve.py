@@ -31,8 +31,7 @@ class KnownLosses(Stages):
     def __init__(self, loss, start: list[float], **further: list[float]):
         shape = SimpleNamespace(num_layers=LAYERS, num_kv_heads=1)
         budgets = {"budget": BUDGET, "budgets": [BUDGET], "shards": [Shard((0, LAYERS), (0, 1))]}
-        options = SimpleNamespace(rounds=ROUNDS)
-        plan = SimpleNamespace(unit="layer", decides="tova", shape=shape, options=options, **budgets)
+        plan = SimpleNamespace(unit="layer", decides="tova", by_errors=False, shape=shape, rounds=ROUNDS, **budgets)
         starts = {"start": start} | further
         tables = {name: torch.tensor(shares, dtype=torch.float64).unsqueeze(1) for name, shares in starts.items()}
         passes = SimpleNamespace(tables=tables)
@@ -176,5 +175,5 @@ def test_rounds_are_bounded(monkeypatch):
 
 def test_no_rounds_take_the_best_of_the_first_tables():
     stages = KnownLosses(unlike, [1.0, 1.0, 1.0], better=[0.5, 0.5, 2.0])
-    stages.plan.options.rounds = 0
+    stages.plan.rounds = 0
     assert stages.improved() == "better" and len(stages.measured) == 2
