@@ -44,7 +44,7 @@ def calibrate(options: Options) -> dict:
         table = stages.search(*stages.curves())
         windows = stages.windows(table)
         verdict = stages.judge(table, windows)
-    calibration = _calibration(plan, verdict, passes.tables[table].tolist(), windows)
+    calibration = recommended(plan, verdict, passes.tables[table].tolist(), windows)
     report = {
         "model": options.model,
         "kvpop": __version__,
@@ -94,16 +94,22 @@ def _loaded(plan: Plan) -> torch.nn.Module:
     return load_model(plan.options.model, plan.dtype).eval().to(default_device())
 
 
-def _calibration(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
-    """Return the contents of ``shares.json``: the policy that diverges least with its shares at the middle budget."""
-    lines = (line for line in verdict.lines if line["budget"] == plan.budget)
-    best = min((line for line in lines if (line["shares"] != EQUAL) == verdict.better), key=lambda line: line["kl"])
+def recommended(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
+    """Return the contents of ``shares.json``: the policy that diverges least at the middle budget, and shares if it has them.
+
+    Shares that were asked for under a policy are kept in any case if they are better, and with them it is recommended.
+    """
+    lines = [line for line in verdict.lines if line["budget"] == plan.budget]
+    if plan.options.policy or plan.options.scorer:
+        lines = [line for line in lines if (line["shares"] != EQUAL) == verdict.better]
+    best = min(lines, key=lambda line: line["kl"])
+    kept = best["shares"] != EQUAL
     return Calibration(
         **{name: getattr(plan.shape, name) for name in (*SIZES, "layers")},
         rope=plan.shape.rope,
-        unit=plan.options.unit if verdict.better else UNITS[0],
-        shares=tuple(map(tuple, shares)) if verdict.better else None,
-        windows=windows if verdict.better else {},
+        unit=plan.options.unit if kept else UNITS[0],
+        shares=tuple(map(tuple, shares)) if kept else None,
+        windows=windows if kept else {},
         policy=best["policy"],
         budget=best["budget"],
     )
