@@ -103,13 +103,13 @@ def recommended(plan: Plan, verdict: Verdict, shares: list[list[float]], windows
     if plan.options.policy or plan.options.scorer:
         lines = [line for line in lines if (line["shares"] != EQUAL) == verdict.better]
     best = min(lines, key=lambda line: line["kl"])
-    kept = best["shares"] != EQUAL
+    unequal = best["shares"] != EQUAL
     return Calibration(
         **{name: getattr(plan.shape, name) for name in (*SIZES, "layers")},
         rope=plan.shape.rope,
-        unit=plan.options.unit if kept else UNITS[0],
-        shares=tuple(map(tuple, shares)) if kept else None,
-        windows=windows if kept else {},
+        unit=plan.options.unit if unequal else UNITS[0],
+        shares=tuple(map(tuple, shares)) if unequal else None,
+        windows=windows if unequal else {},
         policy=best["policy"],
         budget=best["budget"],
     )

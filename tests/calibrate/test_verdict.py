@@ -38,7 +38,7 @@ def test_what_few_rows_say_is_not_kept():
 
 
 @pytest.mark.parametrize(
-    "asked, better, expected",
+    "options, better, expected",
     [
         # a window with equal shares loses less than the policy that decides: that is served, and nothing is divided
         ({"policy": None, "scorer": None}, True, ("streaming-llm", None)),
@@ -48,7 +48,7 @@ def test_what_few_rows_say_is_not_kept():
         ({"policy": "h2o", "scorer": None}, False, ("streaming-llm", None)),
     ],
 )
-def test_what_is_recommended(asked, better, expected):
+def test_what_is_recommended(options, better, expected):
     kl = {("h2o", EQUAL): 0.4, ("h2o", "layer-32"): 0.3, ("streaming-llm", EQUAL): 0.2}
     lines = [
         {"policy": name, "shares": shares, "budget": budget, "kl": loss * (1 if budget == 32 else 1e-3)}
@@ -57,7 +57,7 @@ def test_what_is_recommended(asked, better, expected):
         if better or shares == EQUAL
     ]
     sizes = {"model_type": "llama", "num_layers": 1, "num_kv_heads": 2, "head_dim": 32, "layers": None, "rope": None}
-    plan = SimpleNamespace(budget=32, options=SimpleNamespace(unit="layer", **asked), shape=SimpleNamespace(**sizes))
+    plan = SimpleNamespace(budget=32, options=SimpleNamespace(unit="layer", **options), shape=SimpleNamespace(**sizes))
     calibration = recommended(plan, Verdict(lines, better), [[1.0, 1.0]], {"h2o": 0.25})
     assert (calibration.policy, calibration.shares) == expected and calibration.budget == 32
     assert calibration.unit == ("uniform" if expected[1] is None else "layer")

@@ -21,7 +21,7 @@ ANSWERS = {
     ),
     "Which policy without a scorer?": (
         ["docs/policies.md"],
-        "| Nothing can be trained, quality matters, prompts may be read slowly | `h2o`, with a [calibration](#calibration) | "
+        "| Nothing can be trained, quality matters, prompts may be read slowly | `h2o`, with a [calibration](#calibration) by `--policy h2o` | "
         "| Nothing can be trained, prompts must be read fast | `triattention` or `streaming-llm`, as a [calibration](#calibration) finds |",
     ),
     "How do I add one?": (["docs/adding_a_policy.md"], "class ValueNorm(Policy):"),
