@@ -27,7 +27,8 @@ def progress(total: float, label: str) -> Iterator[Callable[[float], object]]:
     if sys.stderr.isatty():
         options = {"bar_format": shown.replace("%,", "%|{bar}|")}
     with tqdm(total=total, desc=label, **options) as bar:
-        yield bar.update
+        # beyond its total, even by a rounding, tqdm shows neither a share nor a time
+        yield lambda amount: bar.update(min(amount, total - bar.n))
 
 
 class _Lines:

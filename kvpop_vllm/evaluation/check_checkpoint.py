@@ -56,7 +56,7 @@ def check_checkpoint(options: argparse.Namespace) -> None:
             for name, cache in caches.items():
                 for row in rows:
                     nats[name].append(_nats(model.eval(), cache, row, budget))
-                    tick()
+                    tick(1)
     print(f"{len(rows)} rows, B = {budget}, tokens after the first {budget} of each row")
     for line in table(nats, [len(row) - budget for row in rows], options.seed):
         print(line)

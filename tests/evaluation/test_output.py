@@ -17,6 +17,7 @@ print("table")
 with progress.progress(4, "text") as tick:
     for _ in range(8):
         tick(0.5)
+    tick(0.1)  # more than was expected
 """
 
 
