@@ -29,6 +29,8 @@ def progress(total: float, label: str) -> Iterator[Callable[[float], object]]:
     with tqdm(total=total, desc=label, **options) as bar:
         # beyond its total, even by a rounding, tqdm shows neither a share nor a time
         yield lambda amount: bar.update(min(amount, total - bar.n))
+        # work may have been less than expected
+        bar.update(total - bar.n)
 
 
 class _Lines:

@@ -15,7 +15,7 @@ import contenders
 from write_problems import problems_text
 
 from kvpop_vllm.calibrate.command import options_of
-from kvpop_vllm.calibrate.plan import ROUNDS, Plan
+from kvpop_vllm.calibrate.plan import PROBE, ROUNDS, Plan
 from kvpop_vllm.calibrate.records import differing
 from kvpop_vllm.calibration.shares import NAME, UNITS
 from kvpop_vllm.cli import make_parser
@@ -159,10 +159,15 @@ class Comparison:
         for name in self.untrained if self.protect else ():
             self._expect_shares(name)
         self._all(
-            self._calibration(name, c, [self.model, "--policy", name, "--rounds", ROUNDS])
+            self._calibration(name, c, [self.model, "--policy", name, *self._rounds(name)])
             for name in self.untrained
             for c in self._calibrated_at(name)
         )
+
+    @staticmethod
+    def _rounds(name: str) -> list:
+        """Return the option for as many rounds of improvement as a scorer has. A window has none."""
+        return [] if name == PROBE else ["--rounds", ROUNDS]
 
     def _with_shares(self, name: str, words: list) -> Iterator[list]:
         """Yield the commands that solve the test problems with a policy's shares, where some are better than equal ones.

@@ -1,5 +1,6 @@
 """Divergence of rows under a policy, on the kernels of serving."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from kvpop_vllm.calibrate.layers import POSITIONS
 from kvpop_vllm.calibrate.records import Records
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.serving_kernels import Served
 from kvpop_vllm.model_hook import Dense, decoder_of
@@ -123,7 +125,13 @@ class Passes:
         """Return the measurement of a row under a policy."""
         inexact, seconds = self._log_probabilities(tokens, prompt, Served(policy))
         losses = F.kl_div(inexact, exact[0], reduction="none", log_target=True).sum(-1)
-        return {"kl": float(losses.double().mean()), "prefill": seconds / exact[1]}
+        kl = float(losses.double().mean())
+        if not math.isfinite(kl):
+            raise ConfigError(
+                f"predictions under {policy.spec.policy} are not finite: choose another policy or --dtype"
+            )
+        # rounding may make a divergence negative
+        return {"kl": max(0.0, kl), "prefill": seconds / exact[1]}
 
     def _log_probabilities(self, tokens: torch.Tensor, prompt: int, attend) -> tuple[torch.Tensor, float]:
         """Return log-probabilities of a row's predictions after its prompt, and the time of the pass in seconds."""

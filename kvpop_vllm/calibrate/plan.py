@@ -11,6 +11,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.cache.ranks import Shard, layers_of_stages, shards_of
 from kvpop_vllm.calibrate.rows import TEXT, Text, read_text
+from kvpop_vllm.calibration.shares import takes_shares
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, PolicySettings, resolve_retention
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
@@ -18,6 +19,7 @@ from kvpop_vllm.evaluation.output import note
 from kvpop_vllm.evaluation.policies import PolicySpec, learned
 from kvpop_vllm.model_shape import ModelShape, positions_of, read_model_config, vocabulary_of
 from kvpop_vllm.policies.base import GATED
+from kvpop_vllm.rope import check_rope
 from kvpop_vllm.scorers.checkpoint import files_of, is_published_scorer
 from kvpop_vllm.supported import CHUNKED, FULL, SLIDING
 
@@ -69,7 +71,7 @@ class Options:
         policies: names of further policies of the report, None for those of :func:`further_policies`.
         scorer: folder of the scorer of the policy that decides, into which shares are written, or None.
         budgets: budgets of the report, in tokens, descending, empty for :data:`BUDGETS`.
-        length: S, tokens of a row; no more than the model has positions.
+        length: S, tokens of a row, None for :data:`LENGTH`, or the model's positions if it has fewer.
         rows: rows to measure on, and as many to judge by.
         rounds: most rounds in which a table of shares is improved, None for :data:`ROUNDS` with a scorer, else 0.
         protect: True to protect the prompts of documents.
@@ -86,7 +88,7 @@ class Options:
     policies: tuple[str, ...] | None = None
     scorer: str | None = None
     budgets: tuple[int, ...] = ()
-    length: int = LENGTH
+    length: int | None = None
     rows: int = 10
     rounds: int | None = None
     protect: bool = False
@@ -110,6 +112,8 @@ def specs_of(options: Options) -> dict[str, PolicySpec]:
     named += [("--policies", name) for name in further]
     for flag, name in named:
         cls = policies.get(name)
+        if specs and name == specs[0].policy:
+            raise ConfigError(f"{flag} {name} is the policy of --scorer, and in the report already: leave it out")
         if cls.scorer_kind or cls.keeps_all or cls.compresses:
             end = "needs a scorer: give --scorer DIR" if cls.scorer_kind else "takes no shares of layers: leave it out"
             raise ConfigError(f"{flag} {name} {end}")
@@ -156,7 +160,9 @@ class Plan:
     def __init__(self, options: Options):
         self.options, self.specs = options, specs_of(options)
         positions = positions_of(read_model_config(options.model))
-        self.length = length = min(options.length, positions or options.length)
+        self.length = length = options.length or min(LENGTH, positions or LENGTH)
+        if positions and length > positions:
+            raise ConfigError(f"--length {length} is more than the model's {positions} positions: lower it")
         if length < SHORTEST:
             raise ConfigError(f"--length {length} is too short to shrink: give at least {SHORTEST}")
         self.shape, self.dtype = ModelShape.in_context(options.model, length), getattr(torch, options.dtype)
@@ -166,44 +172,59 @@ class Plan:
         sizes = {"vocab_size": self.vocabulary, "protect": options.protect}
         self.text: Text = read_text(list(options.data), tokenizer, length, options.rows, **sizes)
         self.prompt = prompt = max(prompt for _, prompt in self.text.measured + self.text.held_out)
-        if prompt > length // 2:
-            raise ConfigError(f"a prompt has {prompt} of {length} tokens, more than half: raise --length")
-        after = length - prompt
-        self.budgets = list(options.budgets) or [after // part for part in BUDGETS]
+        answer = length - prompt
+        self.budgets = list(options.budgets) or [answer // part for part in BUDGETS]
         # a budget that evicts nothing would count as a perfect table
-        if self.budgets[0] >= after:
+        if self.budgets[0] >= answer:
             raise ConfigError(
-                f"--budget {self.budgets[0]} evicts nothing of {after} tokens: lower it, or raise --length"
+                f"--budget {self.budgets[0]} evicts nothing of {answer} tokens: lower it, or raise --length"
             )
+        self._check_statistics()
         self._check_budgets()
+        if self.options.rounds and self.decides == PROBE:
+            raise ConfigError(
+                f"--rounds {self.options.rounds} has no use under {PROBE}: leave it out, or give --policy"
+            )
         if self.budgets[-1] - DEFAULT_SINKS <= self.sizes[0]:
             raise ConfigError(f"a budget of {self.budgets[-1]} is too small to divide: raise --budget or --length")
         self.shards = self._shards()
         # heads take most of the time, and layers that lose little have little to divide
         self.split = 0 if options.unit == "layer" else math.ceil(self.shape.num_layers / 2)
 
+    def _check_statistics(self) -> None:
+        """Check that the model rotates as statistics of queries need it, before anything is measured."""
+        if FURTHER not in self.specs:
+            return
+        try:
+            if self.shape.rope is None:
+                raise ConfigError("layers of this model have different rotary embeddings, or none")
+            check_rope(self.shape.rope, "the model's config")
+        except ConfigError as error:
+            self._leave_out(ConfigError(f"no statistics for {FURTHER}: {error}"))
+
     def _check_budgets(self) -> None:
         """Check that every policy can have every budget, before anything is measured."""
-        for spec, budget in itertools.product(self.specs.values(), self.budgets):
+        for spec, budget in itertools.product([*self.specs.values()], self.budgets):
             if not policies.get(spec.policy).calibrated:
                 spec.resolve(self.shape, budget)
+                continue
+            if spec.policy not in self.specs:  # left out by a larger budget
                 continue
             # its statistics are measured first, and roles of slots need none
             cls, settings = policies.get(spec.policy), PolicySettings(spec.policy, budget)
             try:
                 resolve_retention(settings, self.length, None, sinks=cls.default_sinks, window=cls.default_window)
             except ConfigError as error:
-                self.leave_out(ConfigError(f"{spec.name}: {str(error).replace('--kv-', '--')}"))
-                return
+                self._leave_out(ConfigError(f"{spec.name}: {str(error).replace('--kv-', '--')}"))
 
-    def leave_out(self, reason: ConfigError) -> None:
+    def _leave_out(self, reason: ConfigError) -> None:
         """Leave the policy with statistics out, or raise the reason if it was asked for."""
         if any(
             name and policies.get(name).calibrated for name in (self.options.policy, *(self.options.policies or ()))
         ):
             raise reason
         del self.specs[FURTHER]
-        note(f"left out of the report: {reason}")
+        note(f"left out of the report, so that {self.decides} decides: {reason}")
 
     def _shards(self) -> list[Shard]:
         """Return the layers and heads that divide slots; layers' shares hold for the heads of all ranks."""
@@ -234,7 +255,7 @@ class Plan:
     @property
     def sizes(self) -> list[int]:
         """Windows or, under a policy other than :data:`PROBE`, long-range slots at which layers and heads are measured."""
-        sizes = [max(2, (self.length - self.prompt) // part) for part in SIZES]
+        sizes = sorted({max(2, (self.length - self.prompt) // part) for part in SIZES})
         # 0, since a head may do without long-range slots
         return sizes if self.decides == PROBE else [0, *sizes]
 
@@ -332,8 +353,8 @@ class Plan:
         return SERVED * sum(map(self.passes_of, self.specs))
 
     def takes_shares(self, name: str) -> bool:
-        """Return whether a policy is in the report with shares too: a window has a use only for those it decides about."""
-        return name != PROBE or self.decides == PROBE
+        """Return whether a policy is in the report with shares too."""
+        return takes_shares(name, self.decides)
 
     def passes_of(self, name: str) -> int:
         """Return the number of passes of a row under a policy, at most."""
@@ -343,14 +364,12 @@ class Plan:
             tables = 1 + (min(SHORTLIST, 2 * count) if name == PROBE else (4 if self.by_errors else 2) * count)
             passes += self.searched * (tables * count + (SHORTLIST + 1) * self.rounds * self.round_cost)
         if name != PROBE and self.specs[name].scorer is None:
-            passes += self.searched * len(WINDOWS)
+            passes += 2 * self.searched * (1 + len(WINDOWS))
         return passes
 
     @property
     def round_cost(self) -> int:
         """Passes of a row in a round of improvement."""
-        if self.decides == PROBE:
-            return 0
         ranks = len({shard.heads for shard in self.shards})
         units = self.shape.num_layers * ranks + self.split * (self.shape.num_kv_heads - ranks)
         return 2 * (min(units, GROUPS) + ranks - 1) + 1 + 3 * len(self.budgets)

@@ -69,11 +69,15 @@ def read_text(paths: list[str], tokenizer, length: int, rows: int, *, vocab_size
         sides = [pieces[0::2], pieces[1::2]]
     measured, held_out = ([(row.tokens, prompt) for row, prompt in side[:rows]] for side in sides)
     if len(held_out) < LEAST:
+        prompts = " whose prompts have at most half of them" if protect else ""
         raise ConfigError(
-            f"the text holds {len(pieces)} rows of {length} tokens and {2 * LEAST} are needed, half of them to judge by: give more"
-            " --data, or lower --length"
+            f"the text holds {len(pieces)} rows of {length} tokens{prompts} and {2 * LEAST} are needed, half of them to judge by: give"
+            " more --data, or lower --length"
         )
-    units = units_of([row for row, _ in sides[1][:rows]]) if by_document else list(range(len(held_out)))
+    units = units_of([row for row, _ in sides[1][:rows]])
+    # one document may have most of the rows
+    by_document = by_document and len(set(units)) >= LEAST
+    units = units if by_document else list(range(len(held_out)))
     source = ", ".join(paths) or "prose, code and chat of this package (Python's manual and library)"
     return Text(measured, held_out, units, by_document, source)
 
@@ -106,9 +110,8 @@ def _passages(encoder: DocumentEncoder, documents, length: int) -> Pieces:
 
 
 def _documents(encoder: DocumentEncoder, documents, length: int) -> Pieces:
-    """Yield the first tokens of each document that has as many."""
+    """Yield the first tokens of each document that has as many, and a prompt of at most half of them."""
     for document, ids in encoder.encode(documents):
-        if len(ids) >= length:
+        if len(ids) >= length and 0 < (prompt := encoder.prompt_length(document, ids)) <= length // 2:
             tokens = torch.from_numpy(ids[:length].astype(np.int64))
-            prompt = encoder.prompt_length(document, ids)
-            yield 0, (Row(tokens, [document.origin], [key_of(document)]), min(prompt, length - 1))
+            yield 0, (Row(tokens, [document.origin], [key_of(document)]), prompt)

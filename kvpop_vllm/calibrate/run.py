@@ -1,8 +1,11 @@
 """`kvpop calibrate`: runs the stages, writes the folder, and prints the report."""
 
+import contextlib
 import json
 import shlex
+import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,12 +13,13 @@ import torch
 from kvpop_vllm import __version__, policies
 from kvpop_vllm.calibrate.layers import POSITIONS, layer_measures, variants_at_once
 from kvpop_vllm.calibrate.passes import DENSE_BYTES, EQUAL, Passes
-from kvpop_vllm.calibrate.plan import Options, Plan
+from kvpop_vllm.calibrate.plan import FURTHER, Options, Plan
 from kvpop_vllm.calibrate.records import Records
 from kvpop_vllm.calibrate.stages import Stages, Verdict
 from kvpop_vllm.calibrate.statistics import query_statistics
-from kvpop_vllm.calibration.shares import SIZES, UNITS, Calibration
-from kvpop_vllm.calibration.statistics import CONFIG_NAME, write_statistics
+from kvpop_vllm.calibration.shares import NAME as SHARES_NAME
+from kvpop_vllm.calibration.shares import SIZES, UNITS, Calibration, has_shares, read_calibration
+from kvpop_vllm.calibration.statistics import read_statistics, write_statistics
 from kvpop_vllm.config import AUTO, ConfigError
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.output import format_table, note, note_kernels
@@ -37,14 +41,16 @@ def calibrate(options: Options) -> dict:
     note_kernels()
     model, began = _loaded(plan), time.process_time()
     records = Records(out, plan.settings)
+    _remove_damaged_shares(out)
     _write_statistics(plan, model, out)
     passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, records)
     with progress(plan.replays + plan.passes, "calibrate") as tick:
         stages = Stages(plan, model, records, passes, tick)
         table = stages.search(*stages.curves())
-        windows = stages.windows(table)
+        windows = {name: stages.windows(name) for name in dict.fromkeys((EQUAL, table))}
         verdict = stages.judge(table, windows)
-    calibration = recommended(plan, verdict, passes.tables[table].tolist(), windows)
+    served_table = table if verdict.better else EQUAL
+    calibration = recommended(plan, verdict, passes.tables[served_table].tolist(), windows[served_table])
     report = {
         "model": options.model,
         "kvpop": __version__,
@@ -54,6 +60,7 @@ def calibrate(options: Options) -> dict:
         "rows to judge by": len(plan.text.held_out),
         "intervals over": "documents" if plan.text.by_document else PASSAGES,
         "shares": calibration.unit,
+        "decided by": calibration.decided_by,
         "table": table,
         "cpu seconds": round(time.process_time() - began, 1),
         "lines": verdict.lines,
@@ -61,33 +68,47 @@ def calibrate(options: Options) -> dict:
     }
     write_whole(out / "report.json", json.dumps(report, indent=1) + "\n")
     calibration.write(out)
-    if options.scorer is not None:
-        write_shares(options.scorer, calibration.shares or ())
+    if options.scorer is not None and calibration.shares is not None:
+        write_shares(options.scorer, calibration.shares)
     print(format_table(verdict.lines, COLUMNS))
-    print(f"text: {report['text']}\nintervals over {report['intervals over']}\nshares: {calibration.unit}")
+    print(
+        f"text: {report['text']}\nintervals over {report['intervals over']}\nshares: {_shares_line(plan, calibration)}"
+    )
     print(report["command"], flush=True)
     if policies.get(calibration.policy).order is Order.ROUNDS:
         note(f"no GPU has run {calibration.policy}: for a server with a GPU calibrate with --policies alone")
     return report
 
 
-def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path) -> None:
-    """Write the statistics of the model's queries that ``triattention`` needs, unless they are there.
+def _remove_damaged_shares(out: Path) -> None:
+    """Remove a ``shares.json`` that cannot be read: policies with statistics would read it, and it is written again."""
+    try:
+        _ = has_shares(str(out)) and read_calibration(str(out))
+    except ConfigError:
+        (out / SHARES_NAME).unlink()
 
-    Without them policies that need them are left out, unless they were asked for.
+
+def _write_statistics(plan: Plan, model: torch.nn.Module, out: Path, rows: int | None = None) -> None:
+    """Write the statistics of the model's queries that ``triattention`` needs, unless whole ones are there.
+
+    Args:
+        plan: what is measured.
+        model: the model.
+        out: folder to write.
+        rows: number of rows that are read, None for all that are measured.
 
     Raises:
-        ConfigError: there are none of this model, and a policy that was asked for needs them.
+        ConfigError: there are none of this model, and a policy of the report needs them.
     """
-    if (out / CONFIG_NAME).is_file():
+    with contextlib.suppress(ConfigError):
+        read_statistics(out)
         return
     try:
-        write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured)))
+        write_statistics(out, query_statistics(model, (tokens for tokens, _ in plan.text.measured[:rows])))
     except ConfigError as error:
         if any(spec.calibration for spec in plan.specs.values()):
-            plan.leave_out(ConfigError(f"no statistics for triattention: {error}"))
-        else:
-            note(f"no statistics for triattention: {error}")
+            raise ConfigError(f"no statistics for {FURTHER}: {error}") from None
+        note(f"no statistics for {FURTHER}: {error}")
 
 
 def _loaded(plan: Plan) -> torch.nn.Module:
@@ -95,24 +116,41 @@ def _loaded(plan: Plan) -> torch.nn.Module:
 
 
 def recommended(plan: Plan, verdict: Verdict, shares: list[list[float]], windows: dict[str, float]) -> Calibration:
-    """Return the contents of ``shares.json``: the policy that diverges least at the middle budget, and shares if it has them.
+    """Return the contents of ``shares.json``.
 
-    Shares that were asked for under a policy are kept in any case if they are better, and with them it is recommended.
+    Recommended is the policy that diverges least at the middle budget, as it is served with the calibration.
+
+    Args:
+        plan: what was measured.
+        verdict: by rows that were not measured.
+        shares: the table that is served, ``[layers][H]``.
+        windows: windows of the policies with it.
     """
-    lines = [line for line in verdict.lines if line["budget"] == plan.budget]
-    if plan.options.policy or plan.options.scorer:
-        lines = [line for line in lines if (line["shares"] != EQUAL) == verdict.better]
-    best = min(lines, key=lambda line: line["kl"])
-    unequal = best["shares"] != EQUAL
+    served = [
+        line
+        for line in verdict.lines
+        if line["budget"] == plan.budget
+        and (line["shares"] != EQUAL) == (verdict.better and plan.takes_shares(line["policy"]))
+    ]
+    best = min(served, key=lambda line: line["kl"])
     return Calibration(
         **{name: getattr(plan.shape, name) for name in (*SIZES, "layers")},
         rope=plan.shape.rope,
-        unit=plan.options.unit if unequal else UNITS[0],
-        shares=tuple(map(tuple, shares)) if unequal else None,
-        windows=windows if unequal else {},
+        unit=plan.options.unit if verdict.better else UNITS[0],
+        shares=tuple(map(tuple, shares)) if verdict.better else None,
+        windows=windows,
         policy=best["policy"],
         budget=best["budget"],
+        decided_by=plan.decides if verdict.better else None,
     )
+
+
+def _shares_line(plan: Plan, calibration: Calibration) -> str:
+    """Return what the report says about shares; the policy that decided may not be the one that is recommended."""
+    if calibration.shares is None:
+        return calibration.unit
+    other = "" if calibration.policy == plan.decides else f", which diverges more than {calibration.policy}"
+    return f"{calibration.unit}, decided by {plan.decides}{other}"
 
 
 def command(options: Options, calibration: Calibration) -> str:
@@ -130,16 +168,22 @@ def command(options: Options, calibration: Calibration) -> str:
 
 def dry_run(options: Options) -> None:
     """Print how long a calibration takes, by a few measurements that are not kept, and its memory."""
-    plan = Plan(options)
+    with tempfile.TemporaryDirectory() as folder:
+        _print_costs(Plan(replace(options, out=folder)))
+
+
+def _print_costs(plan: Plan) -> None:
+    """Print how long a calibration takes at most and its memory. Statistics of queries are left in its folder."""
     model, layer, count = _loaded(plan), plan.shape.num_layers // 2, len(plan.sizes)
-    passes = Passes(model, plan.shape, plan.specs, options.protect, plan.stride, {})
+    _write_statistics(plan, model, Path(plan.options.out), rows=1)
+    passes = Passes(model, plan.shape, plan.specs, plan.options.protect, plan.stride, {})
     stages = Stages(plan, model, {}, passes, None)
     # not timed, because a first pass also allocates
     stages.replay(0)
     began = time.monotonic()
     row = stages.replay(0)
     dense = time.monotonic()
-    layer_measures(row, layer, stages.dry_attention(), plan.sizes)
+    layer_measures(row, layer, stages.attention(0), plan.sizes)
     replay_time = (time.monotonic() - dense) / plan.layer_cost(layer, count)
     seconds = plan.replays * replay_time
     for name in plan.specs:

@@ -86,7 +86,10 @@ class Stages:
         """Return a measured row after a dense pass."""
         tokens = self.plan.text.measured[number][0].to(next(self.model.parameters()).device)
         with torch.inference_mode():
-            return RowReplay(self.model, tokens, self.plan.queries)
+            row = RowReplay(self.model, tokens, self.plan.queries)
+        if not bool(row.exact.isfinite().all()):
+            raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
+        return row
 
     def _first(self, number: int) -> int:
         """Return the number of first tokens of a measured row that all heads see."""
@@ -98,14 +101,8 @@ class Stages:
             return Windowed(self._first(number))
         return Evicting(self._equal(self.plan.budget, self.plan.text.measured[number][1]))
 
-    def dry_attention(self) -> Kept:
-        """Return :meth:`attention` of the first row for a dry run, in which policies have no statistics yet."""
-        return Windowed(0) if policies.get(self.plan.decides).calibrated else self.attention(0)
-
     def pass_cost(self, name: str) -> float:
         """Return the time of a pass of a row under a policy over that of a dense pass, for a dry run."""
-        if policies.get(name).calibrated:  # in rounds, by the C++ kernels
-            return 1.5 * SERVED
         choice = Choice(name, self.plan.budget, None, EQUAL)
         return self.passes.prefill(*self.plan.text.measured[0], choice)
 
@@ -117,8 +114,6 @@ class Stages:
         # the last size is that of a whole row, at which nothing is lost
         shape, sizes = self.plan.shape, (*self.plan.sizes, self.plan.length - DEFAULT_SINKS)
         layers, errors = self._means("layer", range(shape.num_layers)).split([1, shape.num_kv_heads], 1)
-        if not bool(layers.isfinite().all()):
-            raise ConfigError("the model's predictions are not finite: choose another model or --dtype")
         # heads take H times as long as their layer, so only those of the layers that lose most are measured
         losing = layers[:, 0, len(sizes) // 2].argsort(descending=True, stable=True).tolist()
         split, every = sorted(losing[: self.plan.split]), tuple(range(shape.num_kv_heads))
@@ -319,7 +314,8 @@ class Stages:
 
     def _choice_of(self, name: str, budget: int, fraction: float | None, table: str) -> Choice:
         """Return a policy with a table of shares and a window, a fraction of ``B - s``. None stands for its own."""
-        fitted = fraction is None or table == EQUAL or self.plan.specs[name].scorer
+        # a window with equal shares has all slots that are not of first tokens
+        fitted = fraction is None or self.plan.specs[name].scorer or (name == PROBE and table == EQUAL)
         return Choice(name, budget, None if fitted else self._window(name, fraction, budget), table)
 
     def _windows(self, budget: int, shares: torch.Tensor) -> torch.Tensor:
@@ -341,29 +337,38 @@ class Stages:
         return max(1, int(fraction * (budget - policies.get(policy).default_sinks)))
 
     def windows(self, table: str) -> dict[str, float]:
-        """Return the best window of each policy with a table of shares, as a fraction of ``B - s``."""
-        budget, best = self.plan.budget, {PROBE: WINDOWS[0]}
+        """Return the best window of each policy with a table of shares, as a fraction of ``B - s``.
+
+        Equal shares have a window of their own, so that a better window does not pass for better shares.
+        """
+        budget, best = self.plan.budget, {}
+        if table != EQUAL and self.plan.takes_shares(PROBE):
+            best[PROBE] = WINDOWS[0]
         for name, spec in self.plan.specs.items():
-            if name == PROBE or spec.scorer or table == EQUAL:
+            if name == PROBE or spec.scorer:
                 continue
-            choices = [self._choice_of(name, budget, part, table) for part in WINDOWS]
-            measured = self._over(SEARCH, self.plan.text.measured[: self.plan.searched], choices)
-            means = [fmean(record["kl"] for record in records) for records in measured]
-            best[name] = WINDOWS[means.index(min(means))]
+            # its own window is among them, and is not written
+            fractions = None, *WINDOWS
+            losses = self._kl([self._choice_of(name, budget, fraction, table) for fraction in fractions])
+            if (fraction := fractions[losses.index(min(losses))]) is not None:
+                best[name] = fraction
         return best
 
-    def judge(self, table: str, windows: dict[str, float]) -> Verdict:
+    def judge(self, table: str, windows: dict[str, dict[str, float]]) -> Verdict:
         """Return the lines of the report, by rows that were not measured.
 
         A table is better if the policy that decides diverges less over all budgets, with an interval below 1, and at
         none notably more, with an interval above 1. Lines of a table that is not better are left out.
+
+        Args:
+            table: name of a table of shares.
+            windows: windows of policies (:meth:`windows`) with this table and with equal shares, by its name.
         """
         text, pairs, lines = self.plan.text, [], []
         for name in self.plan.specs:
             for budget in self.plan.budgets:
-                shared = self._choice_of(name, budget, windows.get(name), table)
-                with_shares = table != EQUAL and self.plan.takes_shares(name)
-                pairs.append((Choice(name, budget, None, EQUAL), *([shared] if with_shares else [])))
+                tables = [EQUAL] + ([table] if table != EQUAL and self.plan.takes_shares(name) else [])
+                pairs.append([self._choice_of(name, budget, windows[shares].get(name), shares) for shares in tables])
         choices = [choice for pair in pairs for choice in pair]
         measured = dict(zip(choices, self._over("held-out", text.held_out, choices), strict=True))
         losses = {choice: [record["kl"] for record in records] for choice, records in measured.items()}

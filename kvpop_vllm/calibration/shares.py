@@ -4,6 +4,8 @@
 ``{"shares": [layers][H]}`` alone, as the config of a scorer with shares does; other keys are ignored.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -20,8 +22,8 @@ UNITS = "uniform", "layer", "head"
 UNCALIBRATED = "streaming-llm"
 """Policy that ``auto`` stands for without a calibration.
 
-Of the policies that need nothing of a model and prefill in chunks it diverges least on text
-(`docs/log/2026-W47-7.md`, all policies on one page), and its prefill is the fastest.
+Of the policies that need nothing of a model and prefill in chunks it diverges least on text at B = 1,024, at equal
+bytes (`docs/log/2026-W47-7.md`, all policies on one page, and `2026-W49-1.md`), and its prefill is the fastest.
 """
 SIZES = "model_type", "num_layers", "num_kv_heads", "head_dim"
 
@@ -37,6 +39,7 @@ RULES = {
     **dict.fromkeys((*SIZES[1:], "budget"), integer(1)),
     "rope": (lambda rope: isinstance(rope, dict | None), "an object or null"),
     "unit": one_of(UNITS),
+    "decided_by": (lambda policy: isinstance(policy, str | None), "a policy's name or null"),
     "windows": (_fractions, "an object of numbers above 0 and at most 1"),
 }
 
@@ -57,6 +60,7 @@ class Calibration:
         policy: the recommended policy, None in a file of shares.
         budget: the recommended B in tokens, None in a file of shares.
         layers: indices in the model of the layers, empty if these are all, None where a file of shares does not say it.
+        decided_by: policy that the shares were measured under, None where the file does not say it.
     """
 
     model_type: str | None
@@ -70,6 +74,11 @@ class Calibration:
     policy: str | None
     budget: int | None
     layers: tuple[int, ...] | None = ()
+    decided_by: str | None = None
+
+    def of_policy(self, policy: str) -> Calibration:
+        """Return what a policy takes of the calibration: without shares if they are not for it (:func:`takes_shares`)."""
+        return self if takes_shares(policy, self.decided_by) else replace(self, unit=UNITS[0], shares=None)
 
     def check_model(self, model, source: str) -> None:
         """Check that the calibration is of a model with this shape.
@@ -93,6 +102,14 @@ class Calibration:
         # a file without the key stands for all layers
         values = {name: value for name, value in asdict(self).items() if name != "layers" or value}
         write_whole(folder / NAME, json.dumps(SCHEMA.header | values) + "\n")
+
+
+def takes_shares(policy: str, decided_by: str | None) -> bool:
+    """Return whether a policy takes shares that were measured under another one.
+
+    A window does not: with those of `h2o` it diverges four times as much as with equal ones (`docs/log/2026-W49-1.md`).
+    """
+    return policy != UNCALIBRATED or decided_by in (None, policy)
 
 
 def shares_file(source: str) -> Path:
@@ -124,7 +141,8 @@ def read_calibration(source: str) -> Calibration:
     if (path.name != NAME and not named) or (isinstance(content, dict) and set(content) == {"shares"}):
         return _only_shares(content, path)
     content = SCHEMA.body(content, str(path))
-    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, ("layers",), str(path))
+    SCHEMA.check_keys(content, Calibration.__dataclass_fields__, ("layers", "decided_by"), str(path))
+    content.setdefault("decided_by", None)
     SCHEMA.check(content, RULES, str(path))
     content["layers"] = tuple(SCHEMA.layers(content, str(path)))
     if content["unit"] == UNITS[0]:

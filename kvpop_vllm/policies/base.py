@@ -86,7 +86,7 @@ class Policy(Declaration):
             raise ConfigError(f"--kv-policy {self.name} {reason}: leave --kv-calibration out")
         calibration = read_calibration(folder)
         calibration.check_model(self.model, folder)
-        return calibration
+        return calibration.of_policy(self.name)
 
     @property
     def uses_calibration(self) -> bool:

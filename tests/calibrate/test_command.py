@@ -25,6 +25,9 @@ from kvpop_vllm.model_hook import load_model
 from kvpop_vllm.scorers.checkpoint import read_config
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
+POLICIES = "triattention", "streaming-llm"
+"""Policies of a report by default."""
+
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("unit", ["layer", "head"])
@@ -53,13 +56,19 @@ def test_triattention_is_in_the_report_by_default(kvpop):
     assert status == 0 and "left out" not in errors, errors
     lines, calibration = json.loads(Path("further/report.json").read_text())["lines"], read_calibration("further")
     assert {line["policy"] for line in lines} == {"streaming-llm", "triattention"}
-    assert {line["policy"] for line in lines if line["shares"] != "equal"} <= {"triattention"}
-    best = min((line for line in lines if line["budget"] == 160), key=lambda line: line["kl"])
+    assert {line["policy"] for line in lines if line["shares"] != "equal"} == {"triattention"}
+    assert (calibration.unit, calibration.decided_by) == ("layer", "triattention")
+    served = [line for line in lines if (line["policy"] == "triattention") == (line["shares"] != "equal")]
+    best = min((line for line in served if line["budget"] == 160), key=lambda line: line["kl"])
     assert (calibration.policy, calibration.budget) == (best["policy"], 160)
-    assert (calibration.shares is None) == (best["shares"] == "equal")
+    network = load_model("qwen3", torch.float32)
+    policies = {name: KVpopCache(network, name, budget=160, calibration="further").policy for name in POLICIES}
+    assert policies["triattention"].shares()[0].max() < 160 < policies["triattention"].shares()[1].min()
+    assert (policies["streaming-llm"].shares() == 160).all(), "a window takes only shares that it decided about"
     assert ("no GPU has run triattention" in errors) == (best["policy"] == "triattention")
     status, _, errors = kvpop(*words, "small", "--length", "128", "--dry-run")
-    assert status == 0 and "left out of the report: triattention: a budget of 64 is too small" in errors, errors
+    left_out = "left out of the report, so that streaming-llm decides: triattention: a budget of 64 is too small"
+    assert status == 0 and left_out in errors, errors
     refused(
         kvpop, " ".join((*words, "small", "--length", "128", "--policies", "triattention")), "a budget of 64 is too"
     )
@@ -121,16 +130,23 @@ def test_a_dry_run_writes_nothing(kvpop):
 
 
 def test_shares_that_do_not_help_are_not_kept(kvpop, folder):
-    """In a model whose layers are alike nothing is won by unequal shares."""
+    """In a model whose layers are alike nothing is won by unequal shares, but by a better window of `l2norm`, which has 1."""
     write_byte_tokenizer(write_tiny_model("alike", "llama", layers=1, vocab=VOCABULARY, kv_heads=2))
-    status, _, errors = kvpop("calibrate", "alike", "--out", "alike-layer", *WORDS, "--policies", "tova")
-    assert status == 0, errors
-    calibration = read_calibration("alike-layer")
-    assert (calibration.unit, calibration.shares, calibration.windows) == ("uniform", None, {})
-    report = json.loads(Path("alike-layer", "report.json").read_text())
-    assert {line["shares"] for line in report["lines"]} == {"equal"}
-    cache = KVpopCache(load_model("alike", torch.float32), "auto", calibration="alike-layer")
-    assert cache.policy.name == "streaming-llm" and (cache.policy.shares() == 32).all()
+    for decides, name in (("streaming-llm", "tova"), ("l2norm", "l2norm")):
+        words = "calibrate", "alike", "--out", f"alike-{decides}", *WORDS, "--policy", decides
+        status, _, errors = kvpop(*words, "--policies", name)
+        assert status == 0, errors
+        calibration = read_calibration(f"alike-{decides}")
+        assert (calibration.unit, calibration.shares, calibration.decided_by) == ("uniform", None, None)
+        report = json.loads(Path(f"alike-{decides}", "report.json").read_text())
+        assert {line["shares"] for line in report["lines"]} == {"equal"}
+        assert report["shares"] == "uniform" and report["decided by"] is None
+        cache = KVpopCache(load_model("alike", torch.float32), "auto", calibration=f"alike-{decides}")
+        assert cache.policy.name == calibration.policy and (cache.policy.shares() == 32).all()
+    assert calibration.windows.keys() == {"l2norm"}
+    line = next(line for line in report["lines"] if (line["policy"], line["budget"]) == ("l2norm", 32))
+    window = KVpopCache(load_model("alike", torch.float32), "l2norm", budget=32, calibration="alike-l2norm").policy
+    assert window.retention.window == line["window"] > 1
 
 
 def test_policies_take_shares_and_windows(calibrated):
@@ -328,10 +344,20 @@ def test_refusals_of_the_command(kvpop, calibrated):
         f"calibrate spelt/base --out refused {words} --scorer {full}",
         "cannot take shares, which are written into a scorer's folder: write one with 'kvpop import'",
     )
+    refused(
+        kvpop,
+        f"{start} {words} --scorer learned --policies kvpop-mlp",
+        "--policies kvpop-mlp is the policy of --scorer, and in the report already: leave it out",
+    )
+    refused(kvpop, f"{start} {words} --rounds 2", "--rounds 2 has no use under streaming-llm: leave it out, or give")
+    refused(kvpop, f"{start} {words} --protect-prompt", "whose prompts have at most half of them and 16 are needed")
     refused(kvpop, f"{start} {words} --policies snapkv", "--policies snapkv takes no shares of layers: leave it out")
     refused(kvpop, f"{start} {words} --rows 7", "--rows 7 is too few for an interval: give at least 8")
     refused(kvpop, f"{start} --data text.jsonl --length 32", "--length 32 is too short to shrink")
     refused(kvpop, f"{start} --data text.jsonl --length 4096", "and 16 are needed, half of them to judge by")
+    positions = json.loads(Path("llama/config.json").read_text())["max_position_embeddings"]
+    longer = f"--length {positions + 1} is more than the model's {positions} positions: lower it"
+    refused(kvpop, f"{start} --data text.jsonl --length {positions + 1}", longer)
     refused(kvpop, f"calibrate missing --out refused {words}", "missing has no config.json")
     shutil.copytree("llama", "broken", dirs_exist_ok=True)
     Path("broken/model.safetensors").write_bytes(b"no weights")

@@ -31,7 +31,7 @@ class KnownLosses(Stages):
     def __init__(self, loss, start: list[float], **further: list[float]):
         shape = SimpleNamespace(num_layers=LAYERS, num_kv_heads=1)
         budgets = {"budget": BUDGET, "budgets": [BUDGET], "shards": [Shard((0, LAYERS), (0, 1))]}
-        plan = SimpleNamespace(unit="layer", decides="tova", by_errors=False, shape=shape, rounds=ROUNDS, **budgets)
+        plan = SimpleNamespace(unit="layer", decides="tova", shape=shape, rounds=ROUNDS, **budgets)
         starts = {"start": start} | further
         tables = {name: torch.tensor(shares, dtype=torch.float64).unsqueeze(1) for name, shares in starts.items()}
         passes = SimpleNamespace(tables=tables)

@@ -47,6 +47,14 @@ def test_few_documents_give_separate_passages(tmp_path):
     assert not set.union(*words(text.measured)) & set.union(*words(text.held_out))
 
 
+def test_rows_of_few_documents_are_judged_as_passages(tmp_path):
+    """There are enough documents, but one has most of the rows of its side."""
+    groups = [f"small {i}" for i in range(5)] + ["large"] * 60 + [f"small {i}" for i in range(5, 25)]
+    documents = [{"text": f"{i:03} " * 20, "group": group} for i, group in enumerate(groups)]
+    text = read(write(tmp_path / "text.jsonl", documents), 64, count=10)
+    assert not text.by_document and text.units == list(range(10))
+
+
 def test_the_beginnings_of_large_files_are_read(tmp_path, monkeypatch):
     """In turn, so that a large text takes no longer than a small one."""
     monkeypatch.setattr(rows, "READ", 4)
@@ -75,6 +83,13 @@ def test_protected_prompts_are_those_of_documents(tmp_path):
             bytes(row[:prompt].tolist()).decode().startswith("<user>")
             and row[prompt - 1 :].tolist().count(ord("y")) > 30
         )
+
+
+def test_documents_without_a_prompt_or_with_a_long_one_are_left_out(tmp_path):
+    documents = [{"prompt": "x" * (40 if i % 2 else 2), "response": "y" * 90} for i in range(64)]
+    documents += [{"text": "z" * 90} for _ in range(64)]
+    text = read(write(tmp_path / "text.jsonl", documents), 64, protect=True)
+    assert all(0 < prompt <= 32 and ord("z") not in row for row, prompt in [*text.measured, *text.held_out])
 
 
 def test_the_text_of_the_package_is_prose_code_and_chat_with_its_licence():

@@ -38,18 +38,18 @@ def test_what_few_rows_say_is_not_kept():
 
 
 @pytest.mark.parametrize(
-    "options, better, expected",
+    "of_h2o, of_tova, better, policy",
     [
-        # a window with equal shares loses less than the policy that decides: that is served, and nothing is divided
-        ({"policy": None, "scorer": None}, True, ("streaming-llm", None)),
-        # shares that were asked for are kept, and so is their policy
-        ({"policy": "h2o", "scorer": None}, True, ("h2o", ((1.0, 1.0),))),
-        ({"policy": None, "scorer": "folder"}, True, ("h2o", ((1.0, 1.0),))),
-        ({"policy": "h2o", "scorer": None}, False, ("streaming-llm", None)),
+        ((0.4, 0.1), (0.5, 0.3), True, "h2o"),
+        ((0.4, 0.3), (0.5, 0.4), True, "streaming-llm"),  # with equal shares, as it has not decided
+        ((0.4, 0.3), (0.1, 0.25), True, "streaming-llm"),  # tova would be served with shares too
+        ((0.1, 0.3), (0.5, 0.4), False, "h2o"),
     ],
 )
-def test_what_is_recommended(options, better, expected):
-    kl = {("h2o", EQUAL): 0.4, ("h2o", "layer-32"): 0.3, ("streaming-llm", EQUAL): 0.2}
+def test_what_loses_least_as_it_is_served_is_recommended(of_h2o, of_tova, better, policy):
+    """Shares that are better are written whatever is recommended, with the policy that decided about them."""
+    kl = {("h2o", EQUAL): of_h2o[0], ("h2o", "layer-32"): of_h2o[1], ("streaming-llm", EQUAL): 0.2}
+    kl |= {("tova", EQUAL): of_tova[0], ("tova", "layer-32"): of_tova[1]}
     lines = [
         {"policy": name, "shares": shares, "budget": budget, "kl": loss * (1 if budget == 32 else 1e-3)}
         for (name, shares), loss in kl.items()
@@ -57,8 +57,11 @@ def test_what_is_recommended(options, better, expected):
         if better or shares == EQUAL
     ]
     sizes = {"model_type": "llama", "num_layers": 1, "num_kv_heads": 2, "head_dim": 32, "layers": None, "rope": None}
-    plan = SimpleNamespace(budget=32, options=SimpleNamespace(unit="layer", **options), shape=SimpleNamespace(**sizes))
+    plan = SimpleNamespace(budget=32, options=SimpleNamespace(unit="layer"), shape=SimpleNamespace(**sizes))
+    plan.decides, plan.takes_shares = "h2o", lambda name: name != "streaming-llm"
     calibration = recommended(plan, Verdict(lines, better), [[1.0, 1.0]], {"h2o": 0.25})
-    assert (calibration.policy, calibration.shares) == expected and calibration.budget == 32
-    assert calibration.unit == ("uniform" if expected[1] is None else "layer")
-    assert bool(calibration.windows) == bool(calibration.shares)
+    assert (calibration.policy, calibration.budget) == (policy, 32)
+    assert (calibration.unit, calibration.shares, calibration.decided_by) == (
+        ("layer", ((1.0, 1.0),), "h2o") if better else ("uniform", None, None)
+    )
+    assert calibration.windows == {"h2o": 0.25}

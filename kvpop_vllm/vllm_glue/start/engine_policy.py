@@ -68,7 +68,7 @@ def takes_snapshots(policy: Policy) -> bool:
 
 
 def describe(vllm_config: VllmConfig) -> list[str]:
-    """Return what an engine's policy keeps of each request, in one to seven lines; ``auto`` is named first."""
+    """Return what an engine's policy keeps of each request, in one to eight lines; ``auto`` is named first."""
     policy = engine_policy(vllm_config)
     roles, folder = policy.retention, policy.settings.calibration
     shared = "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}"
@@ -83,6 +83,9 @@ def describe(vllm_config: VllmConfig) -> list[str]:
             "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
         )
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
+    if policy.uses_calibration and policy.calibration.decided_by not in (None, policy.name):
+        taken = "" if policy.calibration.shares else ", and are not for this policy: heads have equal ones"
+        lines.append(f"shares of {folder} were measured under {policy.calibration.decided_by}{taken}")
     if speculation := vllm_config.speculative_config:
         drafts = speculation.num_speculative_tokens
         lines.append(
