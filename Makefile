@@ -131,10 +131,10 @@ policies: model
 # Hours. What a model without a scorer should be served with: a calibration, all policies with and without its shares, the
 # best four in longer texts, and the reasoner. Stopped at any time, the same command goes on. OUT: folder of results.
 default-policy: OUT := build/default-policy
-default-policy: POLICY_TABLE = $(BIN)/python benchmarks/policy_table.py --parts quality --rows 6 \
+default-policy: POLICY_TABLE = $(BIN)/python benchmarks/policy_table.py --parts quality --rows 6 --needles 2 \
     --calibration $(OUT)/window $(OUT)/h2o $(OUT)/triattention
 default-policy: model
-	@$(BIN)/kvpop calibrate $(DEMO_MODEL) --out $(OUT)/window --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)
+	@$(BIN)/kvpop calibrate $(DEMO_MODEL) --out $(OUT)/window --policy streaming-llm --policies h2o triattention l2norm tova $(CALIBRATE_ARGS)
 	@for policy in h2o triattention; do $(BIN)/kvpop calibrate $(DEMO_MODEL) --out $(OUT)/$$policy --policy $$policy \
 	    --rounds 0 $(CALIBRATE_ARGS) || exit 1; done
 	@$(POLICY_TABLE) --budget 512 $(BENCH_ARGS)

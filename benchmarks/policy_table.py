@@ -8,8 +8,9 @@ keeping everything. Each policy has its defaults of serving. It is measured at e
 at equal allocated bytes if it takes more pages than a plain policy.
 
 With --calibration DIR... each policy is measured with the shares and the window of a calibration too, in paired rows:
-of the last that recommends the policy, else of the first. --best N measures only the N policies that need no scorer and
-diverged least in a shorter table of this commit, and the window. With --equal bytes there are no rows at equal k.
+of the last that the policy decided about, else of the first. Equal shares have the policy's default window. --best N
+measures only the window and the N other policies that need no scorer and diverged least in a shorter table of this
+commit. With --equal bytes there are rows at equal k only where these are also at equal bytes.
 `make default-policy` runs calibrations, the table at 2,048 tokens, those at 4,096 and 8,192, and the reasoner's
 comparison; stopped at any time, it goes on.
 
@@ -38,7 +39,8 @@ from policy_cells import EQUAL_BYTES_FROM, Cells
 
 from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
-from kvpop_vllm.calibration.shares import NAME, has_shares, read_calibration
+from kvpop_vllm.calibration.shares import NAME, check_holds_any, has_shares, read_calibration
+from kvpop_vllm.calibration.statistics import CONFIG_NAME as STATISTICS_NAME
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.statistics import INTERVAL, estimate
 from kvpop_vllm.policies.base import Order
@@ -67,11 +69,11 @@ Measurements of the same row differ by commit, settings and, for times, machine.
 
 def main() -> int:
     """Print or measure the table and return the exit code."""
-    options = parse_arguments()
-    if options.table:
-        print(table(**{part: stored_rows(options, part) for part in FILES}))
-        return 0
     try:
+        options = parse_arguments()
+        if options.table:
+            print(table(**{part: stored_rows(options, part) for part in FILES}))
+            return 0
         return measure(options)
     except ConfigError as error:
         sys.exit(str(error))
@@ -118,6 +120,10 @@ def parse_arguments():
             )
     if max(options.budget) >= options.length or max(options.budget) >= options.context:
         parser.error("a budget must be below --length and --context: lower --budget")
+    if options.equal == ["bytes"] and (options.prompt or min(options.budget) < EQUAL_BYTES_FROM):
+        parser.error(f"--equal bytes is measured from B = {EQUAL_BYTES_FROM} on and without --prompt: add k to --equal")
+    for calibration in options.calibration:
+        check_holds_any(calibration, STATISTICS_NAME)
     if options.prompt and "steps" in (options.parts or ()):
         parser.error("a step after a prompt is timed as one without: leave --prompt or steps out")
     if options.best and options.policies:
@@ -139,14 +145,16 @@ def measure(options) -> int:
     cells, problems = Cells(options), 0
     settings = [(None, cells.setting(None, None, "k"))]
     for budget, spec in itertools.product(options.budget, chosen(options)):
-        try:
-            by_equal = {equal: cells.setting(spec, budget, equal) for equal in EQUAL}
-            if not by_equal["bytes"]:  # equal k is equal bytes
-                by_equal = {options.equal[0]: by_equal["k"]}
-            settings += [(spec, by_equal[equal]) for equal in options.equal if equal in by_equal]
-        except ConfigError as error:
-            say(f"left out: {error}")
-            problems += options.policies is not None
+        for equal in options.equal:
+            try:
+                setting = cells.setting(spec, budget, equal)
+                if setting is None and "k" not in options.equal:  # its equal bytes are those of equal k
+                    setting = cells.setting(spec, budget, "k")
+            except ConfigError as error:
+                say(f"left out: {error}")
+                problems += options.policies is not None
+                continue
+            settings += [(spec, setting)] if setting else []
     tables = {part: stored_rows(options, part) for part in FILES}
     for part in options.parts:
         done, tables[part] = tables[part], {}
@@ -185,7 +193,7 @@ def chosen(options) -> list:
             prompt = {"prompt" if compresses else "protect": options.prompt}
             compared.append(replace(spec, **prompt))
             folder = calibration_of(spec.policy, options.calibration)
-            if has_shares(folder) and not compresses:
+            if not compresses and is_calibrated(spec.policy, folder):
                 compared[-1] = replace(compared[-1], allocator="uniform") if spec.calibration else compared[-1]
                 named = replace(spec.calibrated(folder), name=f"{spec.name}{SHARED}")
                 compared.append(replace(named, **prompt))
@@ -193,10 +201,18 @@ def chosen(options) -> list:
 
 
 def calibration_of(policy: str, folders: Sequence[str]) -> str | None:
-    """Return the calibration that a policy is measured with: the last that recommends it, else the first."""
+    """Return the calibration that a policy is measured with: the last that it decided about, else the first."""
     with_shares = filter(has_shares, folders)
-    recommending = [folder for folder in with_shares if read_calibration(folder).policy == policy]
-    return recommending[-1] if recommending else next(iter(folders), None)
+    of_policy = [folder for folder in with_shares if read_calibration(folder).decided_by == policy]
+    return of_policy[-1] if of_policy else next(iter(folders), None)
+
+
+def is_calibrated(policy: str, folder: str | None) -> bool:
+    """Return whether a calibration has shares or a window for a policy."""
+    if not has_shares(folder):
+        return False
+    calibration = read_calibration(folder).of_policy(policy)
+    return calibration.shares is not None or policy in calibration.windows
 
 
 def best(options) -> list[str]:
@@ -217,7 +233,8 @@ def best(options) -> list[str]:
     for name, value in kl.items():
         plain = name.removesuffix(SHARED)
         lowest[plain] = min(value, lowest.get(plain, value))
-    return list(dict.fromkeys([*sorted(lowest, key=lowest.get)[: options.best], WINDOW]))
+    lowest.pop(WINDOW, None)
+    return [*sorted(lowest, key=lowest.get)[: options.best], WINDOW]
 
 
 def in_registry(scorers: Iterable[str], model: str | Path, calibrations: Sequence[str] = ()) -> tuple[list, list[str]]:
@@ -371,7 +388,9 @@ def with_equal_shares(row: dict, rows: Iterable[dict]) -> dict | None:
     """
     same = {"policy": row["policy"].removesuffix(SHARED), "budget": row["budget"], "scorer": row["scorer"]}
     plain_rows = {plain["equal"]: plain for plain in rows if same.items() <= plain.items()}
-    plain = plain_rows.get(row["equal"]) or plain_rows.get("k")
+    if row["equal"] in plain_rows:
+        return plain_rows[row["equal"]]
+    plain = plain_rows.get("k")
     return plain if plain and int(plain["allocated_bytes"]) <= int(row["allocated_bytes"]) else None
 
 

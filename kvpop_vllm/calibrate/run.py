@@ -149,8 +149,8 @@ def _shares_line(plan: Plan, calibration: Calibration) -> str:
     """Return what the report says about shares; the policy that decided may not be the one that is recommended."""
     if calibration.shares is None:
         return calibration.unit
-    other = "" if calibration.policy == plan.decides else f", which diverges more than {calibration.policy}"
-    return f"{calibration.unit}, decided by {plan.decides}{other}"
+    comparison = "" if calibration.policy == plan.decides else f", which diverges more than {calibration.policy}"
+    return f"{calibration.unit}, decided by {plan.decides}{comparison}"
 
 
 def command(options: Options, calibration: Calibration) -> str:

@@ -17,7 +17,10 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from policy_table import SHARED
 from threads import same_threads
 
+from kvpop_vllm.calibrate.command import options_of
+from kvpop_vllm.calibrate.plan import specs_of
 from kvpop_vllm.calibration.shares import SIZES, Calibration
+from kvpop_vllm.cli import make_parser
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import ops
@@ -149,6 +152,38 @@ def test_equal_bytes(bench):
     assert int(rows[2]["allocated_bytes"]) == 8 * 2 * 2 * 64 * (2 * 32 * 2 + 8) < int(rows[1]["allocated_bytes"])
 
 
+def test_equal_bytes_alone(bench):
+    """A policy without a state has its row at equal k, whose bytes are those of others."""
+    words = "--budget", "512", "--policies", "momentkv", "h2o", "--length", "720", "--parts", "quality"
+    dense, *rows = bench(*words, "--equal", "bytes")[1]
+    assert {(row["policy"], row["equal"], row["topk"]) for row in rows} == {
+        ("momentkv", "bytes", str(512 - 64 - 2)),
+        ("h2o", "k", "256"),
+    }
+    with pytest.raises(SystemExit):
+        bench(*words, "--budget", "256", "--equal", "bytes")
+
+
+def test_the_window_decides_in_one_calibration_of_make_default_policy(folder):
+    makefile = (record.ROOT / "Makefile").read_text()
+    options = re.search(r"calibrate \$\(DEMO_MODEL\) --out \$\(OUT\)/window (.*) \$\(CALIBRATE_ARGS\)", makefile)[1]
+    words = ["calibrate", str(folder / "model"), "--out", "out", *options.split()]
+    assert next(iter(specs_of(options_of(make_parser().parse_args(words))))) == "streaming-llm"
+
+
+def test_shares_are_compared_at_the_same_equal():
+    """At equal k whatever bytes they take; a row at equal k stands for equal bytes if it takes no more."""
+
+    def row(policy, equal, size):
+        return {"policy": policy, "budget": "512", "scorer": "", "equal": equal, "allocated_bytes": str(size)}
+
+    plain, bytes_row = row("h2o", "k", 100), row("h2o", "bytes", 90)
+    assert policy_table.with_equal_shares(row("h2o, calibrated", "k", 90), [plain, bytes_row]) is plain
+    assert policy_table.with_equal_shares(row("h2o, calibrated", "bytes", 90), [plain, bytes_row]) is bytes_row
+    assert policy_table.with_equal_shares(row("h2o, calibrated", "bytes", 100), [plain]) is plain
+    assert policy_table.with_equal_shares(row("h2o, calibrated", "bytes", 90), [plain]) is None
+
+
 def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, monkeypatch):
     """A decode or prefill kernel that is wrong from the first token on gives no row."""
     right = ops.prefill_chunk
@@ -188,6 +223,7 @@ def test_scorers_of_one_name_are_told_apart(folder, tmp_path):
         (("--length", "900000", "--budget", "64"), "holds 0 rows of 900000 tokens"),
         (("--budget", "700"), "2"),
         (("--data", "nothing.jsonl"), "2"),
+        (("--budget", "64", "--calibration", "nothing"), "nothing has neither shares.json nor queries.json"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(bench, options, problem):
@@ -230,7 +266,8 @@ def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, t
     content = {"unit": "layer", "shares": shares, "budget": 128}
     for name, windows in (("calibration", {"h2o": 0.125}), ("others", {"h2o": 0.25})):
         (tmp_path / name).mkdir()
-        content |= {"windows": windows, "policy": "h2o" if name == "calibration" else "streaming-llm"}
+        content |= {"windows": windows, "policy": "tova"}
+        content |= {"decided_by": "h2o" if name == "calibration" else "streaming-llm"}
         Calibration(**sizes, **content).write(tmp_path / name)
     words = (
         "--calibration",
@@ -257,8 +294,7 @@ def test_policies_with_a_calibration_stand_next_to_equal_shares(bench, folder, t
     line = next(line for line in table_of(output) if line[1] == "h2o, calibrated")
     ratio = sum(losses["h2o, calibrated"]) / sum(losses["h2o"])
     assert line[7].startswith(f"{ratio:.2f} (") and " to " in line[6]
-    best = min(("h2o", "streaming-llm"), key=lambda name: min(float(rows_of[n]["kl"]) for n in (name, name + SHARED)))
     words = (*words, "--length", "600", "--budget", "100", "--best", "1", "--from", "700", "128")
     status, rows, _, _ = bench(*words)
     named = {row["policy"] for row in rows if row["length"] == "600"} - {"dense"}
-    assert status == 0 and named == {f"{name}{end}" for name in {best, "streaming-llm"} for end in ("", SHARED)}
+    assert status == 0 and named == {f"{name}{end}" for name in ("h2o", "streaming-llm") for end in ("", SHARED)}

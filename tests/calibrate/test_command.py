@@ -16,13 +16,13 @@ from scorers.spellings import SPELLINGS, write_spelling
 
 from kvpop_vllm.cache.ranks import shards_of
 from kvpop_vllm.calibrate.command import options_of
-from kvpop_vllm.calibrate.plan import specs_of
+from kvpop_vllm.calibrate.plan import ROUNDS, Options, Plan, specs_of
 from kvpop_vllm.calibration.shares import read_calibration
 from kvpop_vllm.cli import make_parser
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.model_hook import load_model
-from kvpop_vllm.scorers.checkpoint import read_config
+from kvpop_vllm.scorers.checkpoint import read_config, write_shares
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 POLICIES = "triattention", "streaming-llm"
@@ -92,6 +92,24 @@ def test_policies_of_a_report_and_first_the_one_that_decides(monkeypatch, option
     assert [*specs_of(options_of(make_parser().parse_args(words)))] == names
 
 
+@pytest.mark.parametrize(
+    "options, rounds, by_errors",
+    [
+        ({}, 0, False),
+        ({"unit": "head"}, 0, True),
+        ({"unit": "head", "policy": "streaming-llm"}, 0, False),
+        ({"scorer": "folder"}, ROUNDS, False),
+        ({"scorer": "folder", "rounds": 0}, 0, False),
+        ({"policy": "h2o", "rounds": 2}, 2, False),
+    ],
+)
+def test_rounds_and_errors_that_take_part_by_default(options, rounds, by_errors):
+    plan = Plan.__new__(Plan)
+    plan.options = Options("model", "out", **options)
+    plan.specs = {plan.options.policy or "triattention": None}
+    assert (plan.rounds, plan.by_errors) == (rounds, by_errors)
+
+
 def test_a_stopped_call_goes_on(calibrated, kvpop):
     before, _, _ = calibrated("qwen3")
     path = Path("qwen3-layer", "measured.jsonl")
@@ -104,6 +122,17 @@ def test_a_stopped_call_goes_on(calibrated, kvpop):
     assert same[0] == same[1]
     refused(kvpop, f"calibrate qwen3 --out qwen3-layer {' '.join(WORDS)} --dtype bfloat16", "other settings (dtype)")
     refused(kvpop, f"calibrate llama --out qwen3-layer {' '.join(WORDS)}", "other settings (model)")
+
+
+def test_damaged_results_are_written_again(kvpop):
+    words = "calibrate qwen3 --data text.jsonl --rows 8 --threads 1 --length 320 --budget 160 --out damaged".split()
+    assert kvpop(*words)[0] == 0
+    folder, names = Path("damaged"), ("queries.safetensors", "shares.json")
+    before = [(folder / name).read_bytes() for name in names]
+    (folder / "queries.safetensors").write_bytes(before[0][:-5])
+    (folder / "shares.json").write_text("{")
+    status, _, errors = kvpop(*words)
+    assert status == 0 and [(folder / name).read_bytes() for name in names] == before, errors
 
 
 def test_measurements_from_the_start_replace_what_is_there(calibrated):
@@ -212,6 +241,17 @@ def test_a_scorers_policy_decides_and_its_folder_gets_the_shares(kvpop):
     Path("measured.txt").write_text((out / "measured.jsonl").read_text())
     assert kvpop("calibrate", "llama", *words)[0] == 0, "shares in the folder do not change what is measured"
     assert (out / "measured.jsonl").read_text() == Path("measured.txt").read_text()
+
+
+def test_a_scorer_keeps_its_shares_where_none_are_better(kvpop):
+    """One layer alone has nothing to divide."""
+    write_byte_tokenizer(write_tiny_model("single", "llama", layers=1, vocab=VOCABULARY, kv_heads=2))
+    write_random_scorer("of-single", "single", "mlp", sinks=2, window=6, topk=24)
+    write_shares("of-single", ((1.25, 0.75),))
+    status, _, errors = kvpop("calibrate", "single", *WORDS, "--scorer", "of-single", "--rounds", "0")
+    assert status == 0, errors
+    assert read_calibration("of-single/calibration").shares is None
+    assert read_config("of-single").shares == ((1.25, 0.75),)
 
 
 @pytest.mark.slow

@@ -221,7 +221,25 @@ def test_doctor_names_what_auto_is(calibrated, model, capsys, monkeypatch, tmp_p
         roles = "64 tokens per KV head (0 sinks, window 16, 48 long-range)"
         assert printed[1] == f"--kv-policy h2o: {roles} in the mean, shared by the calibration's shares"
     else:
-        assert printed[0].startswith("--kv-policy auto is streaming-llm, the best policy that needs no calibration")
+        assert printed[0].startswith("--kv-policy auto is streaming-llm, which needs no calibration")
+
+
+@pytest.mark.parametrize(
+    "policy, end",
+    [("h2o", None), ("tova", ""), ("streaming-llm", ", and are not for this policy: heads have equal ones")],
+)
+def test_doctor_names_the_policy_that_decided_about_shares(policy, end, model, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    shape = ModelShape.of(model, 256)
+    sizes = {name: getattr(shape, name) for name in SIZES}
+    content = {"unit": "head", "shares": ((1.5, 0.5), (0.5, 1.5)), "windows": {}, "policy": "h2o", "budget": 64}
+    Calibration(**sizes, rope=shape.rope, **content, decided_by="h2o").write(tmp_path)
+    options = ["--kv-policy", policy, "--kv-calibration", str(tmp_path), "--kv-budget", "64", "--max_model_len", "256"]
+    assert cli.main(["doctor", str(model), "--skip-tokenizer-init", *options]) == 0
+    output = capsys.readouterr().out
+    line = f"shares of {tmp_path} were measured under h2o{end}\n"
+    assert line in output if end is not None else "were measured under" not in output
+    assert ("shared by the calibration's shares" in output) == (policy != "streaming-llm")
 
 
 def test_doctor_of_a_model_that_is_not_there(capsys, tmp_path):

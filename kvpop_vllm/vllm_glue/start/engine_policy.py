@@ -79,13 +79,11 @@ def describe(vllm_config: VllmConfig) -> list[str]:
         f" {roles.topk} long-range){shared}{early}{corrected}"
     ]
     if vllm_config.additional_config[ADDITIONAL_CONFIG_KEY].get("policy") == AUTO:
-        best = (
-            "the best policy that needs no calibration ('kvpop calibrate' may find a better one) and prefills in chunks"
-        )
+        best = "which needs no calibration and prefills in chunks ('kvpop calibrate' may find a better policy)"
         lines.insert(0, f"--kv-policy auto is {policy.name}, {best if folder is None else f'as {folder} recommends'}")
     if policy.uses_calibration and policy.calibration.decided_by not in (None, policy.name):
-        taken = "" if policy.calibration.shares else ", and are not for this policy: heads have equal ones"
-        lines.append(f"shares of {folder} were measured under {policy.calibration.decided_by}{taken}")
+        equal = "" if policy.calibration.shares else ", and are not for this policy: heads have equal ones"
+        lines.append(f"shares of {folder} were measured under {policy.calibration.decided_by}{equal}")
     if speculation := vllm_config.speculative_config:
         drafts = speculation.num_speculative_tokens
         lines.append(
