@@ -141,6 +141,9 @@ class Comparison:
             sys.exit(str(error))
         if json.loads((out / NAME).read_text())["unit"] not in (UNITS[0], plan.options.unit):
             keys.append("shares")
+        report = out / "report.json"
+        if report.exists() and json.loads(report.read_text()).get("rounds", plan.rounds) != plan.rounds:
+            keys.append("rounds")
         if keys:
             sys.exit(f"{out} was measured with other settings ({', '.join(keys)}): name another folder, or remove it")
 

@@ -1,5 +1,7 @@
 """Divergence of rows under a policy, on the kernels of serving."""
 
+import hashlib
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -79,7 +81,12 @@ class Passes:
 
     def missing(self, side: str, count: int, choices: Sequence[Choice]) -> int:
         """Return how many passes over rows are still to be made."""
-        return sum([side, row, *choice] not in self.records for row in range(count) for choice in choices)
+        return sum(self._key(side, row, choice) not in self.records for row in range(count) for choice in choices)
+
+    def _key(self, side: str, number: int, choice: Choice) -> list:
+        """Return the key of a measurement, with a hash of the shares: another search may give a table of the same name."""
+        table = [] if choice.shares == EQUAL else self.tables[choice.shares].tolist()
+        return [side, number, *choice, hashlib.sha256(json.dumps(table).encode()).hexdigest()[:12]]
 
     @torch.inference_mode()
     def over(self, side: str, rows: Sequence, choices: Sequence[Choice], tick) -> list[list[dict]]:
@@ -100,7 +107,7 @@ class Passes:
         for number, (tokens, prompt) in enumerate(rows):
             exact = self._dense.get(number) if side == SEARCH else None
             for values, choice in zip(measured, choices, strict=True):
-                key = [side, number, *choice]
+                key = self._key(side, number, choice)
                 if key not in self.records:
                     # once for all choices of a row, and not at all if every one is measured
                     exact = exact or self._log_probabilities(tokens, prompt, Dense())

@@ -312,7 +312,6 @@ class Plan:
             "policy": self.decides,
             "scorer": self._scorer_samples(),
             "budgets": self.budgets,
-            "rounds": self.rounds,
         }
 
     def _scorer_samples(self) -> list[str] | None:

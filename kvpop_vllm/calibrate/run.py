@@ -61,6 +61,7 @@ def calibrate(options: Options) -> dict:
         "intervals over": "documents" if plan.text.by_document else PASSAGES,
         "shares": calibration.unit,
         "decided by": calibration.decided_by,
+        "rounds": plan.rounds,
         "table": table,
         "cpu seconds": round(time.process_time() - began, 1),
         "lines": verdict.lines,

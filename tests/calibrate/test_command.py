@@ -273,6 +273,18 @@ def test_a_full_checkpoint_gets_the_shares(kvpop):
 
 
 @pytest.mark.slow
+def test_more_rounds_go_on_from_what_was_measured(kvpop):
+    words = "calibrate", "llama", "--policy", "tova", "--budget", "24", *WORDS[:-4], "--threads", "1"
+    for out, rounds in (("few", "0"), ("few", "2"), ("many", "2")):
+        status, _, errors = kvpop(*words, "--out", out, "--rounds", rounds)
+        assert status == 0, errors
+    assert Path("few/shares.json").read_text() == Path("many/shares.json").read_text()
+    keys = [{line for line in Path(out, "measured.jsonl").read_text().splitlines()[1:]} for out in ("few", "many")]
+    keys = [{json.dumps(json.loads(line)["key"]) for line in lines} for lines in keys]
+    assert keys[0] >= keys[1] and len(keys[1]) > 100
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("unit, ranks", [("layer", 1), ("head", 1), ("head", 2)])
 def test_any_policy_may_decide(kvpop, unit, ranks):
     words = ["--policy", "tova", "--shares", unit, "--budget", "24", *WORDS[:-4], "--threads", "1"]
@@ -292,7 +304,7 @@ def test_any_policy_may_decide(kvpop, unit, ranks):
     assert lines["tova", True]["over equal interval"][1] < 1
     losses: dict[str, list[float]] = {}
     for line in map(json.loads, Path(f"tova-{unit}", "measured.jsonl").read_text().splitlines()[1:]):
-        side, *_, window, name = line["key"] if line["key"][0] == "search" else (None, None, None)
+        side, *_, window, name, _ = line["key"] if line["key"][0] == "search" else (None,) * 4
         alike = side and (name == "equal" or ("-2x1-" in name) == (ranks == 2))
         if alike and window == 1:  # that of the search
             losses.setdefault(name, []).append(line["value"]["kl"])
